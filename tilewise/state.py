@@ -8,15 +8,16 @@ it can be built from any split of the keys, in any order: `absorb` adds a tile, 
 disjoint keys, `finalize` divides. Tiling, split-KV decoding, paged caches, cascades and ring attention are
 different orders of the same merges. After any prefix of the keys, `finalize` is attention over that prefix.
 
-A finalized state is a `Partial`: ``(out, lse)`` with ``lse = m + log l``. Partials merge too, and their merge is
-differentiable in every ``out`` and every ``lse``.
+A finalized state is a `Partial`: ``(out, lse)`` with ``lse = m + log l``. Partials merge too, and their merge
+is differentiable in every ``out`` and every ``lse``.
 
 Three rules keep empty rows and hidden values harmless:
   - hidden means a score of true -inf, and the pivot that is subtracted is 0 where the maximum is -inf;
-  - what is hidden is removed by a select, never by a multiplication, so NaN and Inf behind a mask never matter;
-  - the pivot is a constant for differentiation: the result does not depend on it, so neither does its gradient.
+  - what is hidden is removed by a select, never by a multiplication: NaN and Inf behind a mask never matter;
+  - the pivot is a constant for differentiation, since the result does not depend on it.
 
-Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax" (arXiv:1805.02867); Rabe and Staats 2021 (arXiv:2112.05682); Dao et al. 2022 (arXiv:2205.14135), section 3.1.
+Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax" (arXiv:1805.02867); Rabe and
+Staats 2021 (arXiv:2112.05682); Dao et al. 2022 (arXiv:2205.14135), section 3.1.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ class Partial(NamedTuple):
         out: (..., D_v), fp32 (fp64 for fp64 problems). 0 in a row with no visible key.
         lse: (...), natural log of ``sum_j exp(s_j)``. -inf in a row with no visible key.
 
-    Layouts: ``out`` (B, H, N, D_v) with ``lse`` (B, H, N), and so on for any number of leading dimensions, with one
-    exception, decided by rank alone: a three-dimensional ``out`` with a two-dimensional ``lse`` is packed, ``out``
-    (T, H, D_v) with ``lse`` (H, T), transposed. So a dense (H, N, D_v) needs its batch dimension, inside vmap too.
+    Layouts: ``out`` (B, H, N, D_v) with ``lse`` (B, H, N), and so on for any number of leading dimensions,
+    with one exception, decided by rank alone: a three-dimensional ``out`` with a two-dimensional ``lse`` is
+    packed, ``out`` (T, H, D_v) with ``lse`` (H, T), transposed. So a dense (H, N, D_v) needs its batch
+    dimension, also inside vmap.
     """
 
     out: Tensor
@@ -64,7 +66,7 @@ class Partial(NamedTuple):
             sink: (H,), any float dtype, natural units, not scaled. -inf is no sink.
 
         Returns: Partial of the same shapes; where no key is visible, out = 0 and lse = sink.
-        Raises: ShapeError if ``sink`` does not hold one number for each head of ``lse`` (..., H, N) or (H, T).
+        Raises: ShapeError if ``sink`` does not hold one number for each head of ``lse``.
         """
         if self.lse.ndim < 2 or sink.shape != self.lse.shape[-2:-1]:
             rule = "a sink holds one logit for each query head: sink (H,), lse (..., H, N) or (H, T)"
@@ -85,9 +87,9 @@ class Partial(NamedTuple):
 def merge(*parts: Partial) -> Partial:
     """Attention over the union of the keys of all parts, which must be disjoint.
 
-    ``lse = log sum_p exp(lse_p)``, ``out = sum_p exp(lse_p - lse) out_p``. A part with lse = -inf in a row adds
-    nothing to that row, whatever its ``out`` holds there. Differentiable, to any order, in every out and lse;
-    the gradients of empty rows are 0, never NaN.
+    ``lse = log sum_p exp(lse_p)``, ``out = sum_p exp(lse_p - lse) out_p``. A part with lse = -inf in a row
+    adds nothing to that row, whatever its ``out`` holds there. Differentiable, to any order, in every out and
+    lse; the gradients of empty rows are 0, never NaN.
 
     Args:
         parts: one or more Partials of one layout and shape (see `Partial`).
@@ -145,8 +147,8 @@ class OnlineSoftmaxState:
 
         Args:
             scores: (..., K), natural units; -inf hides the pair. K may be 0.
-            values: (..., K, D_v), leading dimensions broadcastable to the rows'; what stands at a hidden pair is
-                never used, NaN and Inf included, while NaN at a visible pair reaches the row.
+            values: (..., K, D_v), leading dimensions broadcastable to the rows'; what stands at a hidden pair
+                is never used, NaN and Inf included, while NaN at a visible pair reaches the row.
 
         Returns: a new state, in this state's dtype.
         Raises: ShapeError if the tile does not fit the state.
@@ -168,7 +170,7 @@ class OnlineSoftmaxState:
         return self.absorb(score[..., None], value[..., None, :])
 
     def merge(self, other: OnlineSoftmaxState) -> OnlineSoftmaxState:
-        """The state over the keys of both, which must be disjoint. Raises ShapeError if their shapes differ."""
+        """The state over the keys of both, which must be disjoint; ShapeError if their shapes differ."""
         if self.acc.shape != other.acc.shape:
             rule = "states merge when their rows and head_dim_v agree"
             raise ShapeError(message(rule, {"acc": self.acc, "other.acc": other.acc}))

@@ -7,12 +7,12 @@ Every pair (batch b, head h, query position q, key position k) owns one 32-bit w
     word     = output number k & 3
     kept iff   word >= floor(p * 2^32);   kept weights are scaled by 1 / (1 - p)
 
-so the mask is the same for every tile size, loop order, device and backend, and a shard finds its part of it by
-adding offsets. Four consecutive keys share one counter. torch has no uint32 arithmetic: words are int64 tensors
-holding 0 .. 2^32 - 1. Nothing here reads the seed on the host.
+so the mask is the same for every tile size, loop order, device and backend, and a shard finds its part of it
+by adding offsets. Four consecutive keys share one counter. torch has no uint32 arithmetic: words are int64
+tensors holding 0 .. 2^32 - 1. Nothing here reads the seed on the host.
 
-Source: Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3" (SC11), section 3.3 and
-table 2; constants and known answers from Random123 (philox.h, kat_vectors).
+Source: Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3" (SC11);
+constants and known answers from Random123 (philox.h, kat_vectors).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
         key: two int64 tensors holding uint32, broadcastable to it.
 
     Returns: four int64 tensors holding uint32.
-    Source: Salmon et al. 2011, section 3.3; Random123 philox.h.
+    Source: Salmon et al. 2011; Random123, philox.h.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -67,13 +67,13 @@ def keep_threshold(p: float) -> int:
 def keep_mask(
     seed: Tensor, p: float, q_pos: Tensor, k_pos: Tensor, heads: Tensor | int, batches: Tensor | int
 ) -> Tensor:
-    """Which pairs dropout keeps, at any positions; `keep_tile` is four times quicker for consecutive keys.
+    """Which pairs dropout keeps, at any positions. For consecutive keys, `keep_tile` shares the counters.
 
     Args:
         seed: int64, one element.
         p: probability of dropping, in [0, 1].
-        q_pos, k_pos, heads, batches: integer tensors broadcastable to (B, H, T_q, T_k). ``heads`` and ``batches``
-            include h_offset and b_offset.
+        q_pos, k_pos, heads, batches: integer tensors broadcastable to (B, H, T_q, T_k). ``heads`` and
+            ``batches`` include h_offset and b_offset.
 
     Returns: bool, the broadcast shape; True = kept.
     Raises: OptionError as `keep_threshold`; ShapeError or DTypeError if the seed is not one int64.
@@ -96,7 +96,7 @@ def keep_tile(
     heads: Tensor | int,
     batches: Tensor | int,
 ) -> Tensor:
-    """Which pairs dropout keeps, for the keys k0 .. k0 + k_len - 1: one counter for each aligned group of four.
+    """Which pairs dropout keeps, for the keys k0 .. k0 + k_len - 1: one counter for four keys.
 
     Args:
         seed: int64, one element.
@@ -171,8 +171,8 @@ def dropout_mask(
 def _multiply(constant: int, word: Tensor) -> tuple[Tensor, Tensor]:
     """High and low 32 bits of a 32 x 32 bit product.
 
-    The product may pass 2^63 and wrap to a negative int64; its 64 bits are right all the same, and masking after
-    the arithmetic shift drops the copied sign.
+    The product may pass 2^63 and wrap to a negative int64; its 64 bits are right all the same, and masking
+    after the arithmetic shift drops the copied sign.
     """
     product = word * constant
     return (product >> 32) & MASK32, product & MASK32
