@@ -1,0 +1,1 @@
+"""The command line: `tilewise demo` and its sisters."""

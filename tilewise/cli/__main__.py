@@ -1,0 +1,7 @@
+"""python -m tilewise.cli"""
+
+import sys
+
+from tilewise.cli.main import main
+
+sys.exit(main())
