@@ -1,0 +1,1 @@
+"""Backends: each executes problems; none imports another."""

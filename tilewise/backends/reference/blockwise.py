@@ -1,0 +1,348 @@
+"""Attention tile by tile in torch operations: exact, O(N) memory, on any torch device.
+
+Loop order: segments, then tiles of rows, then tiles of columns; the state of a row tile is (m, l, acc).
+Tiles whose pairs are all hidden are skipped, tiles whose pairs are all visible carry no mask work, all heads
+of a tile go through one batched product. The backward recomputes the weights from lse.
+
+Source: Dao et al., FlashAttention, 2022, algorithms 1, 2 and 4, https://arxiv.org/abs/2205.14135.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.protocol import Gradients, Needs, Reason, Schedule
+from tilewise.backends.reference import tile as t
+from tilewise.backends.reference.segments import Segment, segments, uniform
+from tilewise.backends.reference.tile import LN2, LOG2E, TileFold
+from tilewise.problem import Inputs, Problem, empty_in_order
+from tilewise.spec.print_torch import accumulate
+from tilewise.spec.tiles import EMPTY, FULL, TileGrid, classify_tiles
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+WORKSPACE_ELEMENTS = 1 << 22
+"""Scores of one tile over all its heads and batch entries: 16 MiB in float32."""
+
+
+class Blocks(NamedTuple):
+    """Tile sizes and how many batch entries go through one product."""
+
+    block_q: int
+    block_k: int
+    entries: int
+
+
+def choose_blocks(problem: Problem) -> Blocks:
+    """Sizes from the shape alone, so that results repeat bit by bit.
+
+    256 x 512 keeps the products efficient and a tile of eight heads in a second-level cache
+    (measured among 64..512 x 128..1024 on two CPU cores); many heads shrink it to the workspace.
+    """
+    heads = max(problem.shape.num_heads_q, 1)
+    block_q, block_k = 256, 512
+    while heads * block_q * block_k > WORKSPACE_ELEMENTS and block_q > 32:
+        block_q //= 2
+    while heads * block_q * block_k > WORKSPACE_ELEMENTS and block_k > 64:
+        block_k //= 2
+    if problem.options.batch_invariant or problem.options.layout == "varlen":
+        return Blocks(block_q, block_k, 1)
+    rows = min(block_q, max(problem.shape.seqlen_q, 1))
+    columns = min(block_k, max(problem.shape.seqlen_k, 1))
+    return Blocks(block_q, block_k, max(1, WORKSPACE_ELEMENTS // (heads * rows * columns)))
+
+
+def span(offset: int | Tensor) -> tuple[int, int]:
+    """Least and greatest offset of a segment."""
+    if not isinstance(offset, Tensor):
+        return int(offset), int(offset)
+    low, high = torch.aminmax(offset)
+    return int(low), int(high)
+
+
+def tile_classes(problem: Problem, inputs: Inputs, segment: Segment, blocks: Blocks) -> list[list[int]] | None:
+    """EMPTY, PARTIAL or FULL for each tile of a segment; None if there is no mask."""
+    if problem.spec.keep is None:
+        return None
+    q_low, q_high = span(segment.q_offset)
+    k_low, k_high = span(segment.k_offset)
+    grid = TileGrid(
+        blocks.block_q, blocks.block_k, segment.seqlen_q, segment.seqlen_k, q_low, q_high, k_low, k_high,
+        segment.first_batch, segment.first_batch + segment.entries - 1,
+        problem.shape.num_heads_q, problem.shape.num_heads_kv,
+    )  # fmt: skip
+    return classify_tiles(problem.spec.keep, grid, inputs.leaves, inputs.ints, inputs.floats).tolist()
+
+
+class Walk:
+    """Visits the tiles of a call in the order of the schedule, and cuts its tensors to them."""
+
+    def __init__(self, problem: Problem, inputs: Inputs, dots: tuple[Tensor | None, ...] = ()) -> None:
+        self.problem, self.inputs = problem, inputs
+        self.blocks = choose_blocks(problem)
+        self.fold = TileFold(problem, inputs, dots)
+        self.dtype = problem.compute_dtype
+        self.heads_kv = problem.shape.num_heads_kv
+        self.q, self.k, self.v = (uniform(problem, x) for x in (inputs.q, inputs.k, inputs.v))
+
+    def segments(self) -> Iterator[Segment]:
+        return segments(self.problem, self.inputs, self.blocks.entries)
+
+    def row_tiles(self, segment: Segment) -> Iterator[tuple[tuple[int, int], list[tuple[tuple[int, int], int]]]]:
+        """Each range of rows with its ranges of columns and their classes, EMPTY ones left out."""
+        classes = tile_classes(self.problem, self.inputs, segment, self.blocks) if segment.seqlen_k else None
+        columns = _ranges(segment.seqlen_k, self.blocks.block_k)
+        for n, rows in enumerate(_ranges(segment.seqlen_q, self.blocks.block_q)):
+            kinds = [FULL] * len(columns) if classes is None else classes[n]
+            yield rows, [(c, kind) for c, kind in zip(columns, kinds, strict=True) if kind != EMPTY]
+
+    def cut_rows(self, x: Tensor, segment: Segment, rows: tuple[int, int]) -> Tensor:
+        """Part of a q-, out- or lse-like (B, H, N, ...) view."""
+        return x[segment.batch, :, segment.rows.start + rows[0] : segment.rows.start + rows[1]]
+
+    def cut_columns(self, x: Tensor, segment: Segment, columns: tuple[int, int]) -> Tensor:
+        """Part of a k- or v-like (B, H_kv, N, ...) view."""
+        return x[segment.batch, :, segment.keys.start + columns[0] : segment.keys.start + columns[1]]
+
+    def wide(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+
+def _ranges(length: int, block: int) -> list[tuple[int, int]]:
+    return [(start, min(start + block, length)) for start in range(0, length, block)]
+
+
+class Blockwise:
+    """Tiles in torch operations; does everything the spec can say."""
+
+    name = "blockwise"
+
+    def supports(self, problem: Problem) -> list[Reason]:
+        return []
+
+    def plan(self, problem: Problem) -> Schedule:
+        blocks = choose_blocks(problem)
+        s = problem.shape
+        rows, columns = min(blocks.block_q, s.seqlen_q), min(blocks.block_k, s.seqlen_k)
+        size = 8 if problem.compute_dtype == torch.float64 else 4
+        tile = size * min(blocks.entries, s.batch) * s.num_heads_q * rows * columns
+        # Forward: scores and two temporaries of that size. Backward: dp and ds more, and fp32 gradients.
+        tiles = (5 if problem.needs_grad else 3) * tile
+        linear = 0
+        if problem.needs_grad:
+            tokens = 1 if problem.options.layout == "varlen" else s.batch
+            q_side = s.num_heads_q * s.seqlen_q * s.head_dim
+            k_side = s.num_heads_kv * s.seqlen_k * (s.head_dim + s.head_dim_v)
+            linear = size * tokens * (q_side + k_side)
+        return Schedule(
+            blocks.block_q, blocks.block_k, "rows outer, columns inner", 1, tiles + linear,
+            ("torch operations on one tile at a time",),
+        )  # fmt: skip
+
+    def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        out = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
+        lse = inputs.q.new_empty(problem.lse_shape, dtype=problem.compute_dtype)
+        if problem.options.layout == "varlen":
+            out.zero_()
+            lse.fill_(-math.inf)
+        walk = Walk(problem, inputs)
+        guarded = not t.all_finite(inputs.v)
+        out_view, lse_view = uniform(problem, out), uniform(problem, lse)
+        for segment in walk.segments():
+            for rows, columns in walk.row_tiles(segment):
+                row_out, row_lse = _forward_rows(walk, segment, rows, columns, guarded)
+                walk.cut_rows(out_view, segment, rows).copy_(row_out)
+                walk.cut_rows(lse_view, segment, rows).copy_(row_lse)
+        return out, lse
+
+    def backward(
+        self, problem: Problem, inputs: Inputs, saved: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor | None], needs: Needs
+    ) -> Gradients:
+        return _Backward(problem, inputs, saved, grads, needs).run()
+
+
+def tile_scores(walk: Walk, q: Tensor, k: Tensor, kind: int) -> Tensor:
+    """Scores after terms and masks, natural units; q carries the scale. -inf = hidden."""
+    s = t.scores(q, k)
+    if walk.fold.trees.has_terms:
+        s = walk.fold.trees.score(walk.fold.env(s=s))[0].expand_as(s)
+    return hide(walk, s, kind)
+
+
+def hide(walk: Walk, s: Tensor, kind: int) -> Tensor:
+    """-inf where the mask hides the pair; FULL tiles are left alone."""
+    if kind == FULL:
+        return s
+    hidden = walk.fold.hidden()
+    return s if hidden is None else s.masked_fill(hidden, -math.inf)
+
+
+def _forward_rows(
+    walk: Walk, segment: Segment, rows: tuple[int, int], columns: list[tuple[tuple[int, int], int]], guarded: bool
+) -> tuple[Tensor, Tensor]:
+    """out and lse of one tile of rows: absorb its tiles of columns one after another."""
+    problem, inputs = walk.problem, walk.inputs
+    q = walk.wide(walk.cut_rows(walk.q, segment, rows)) * inputs.scale
+    shape = q.shape[:3]
+    m = q.new_full(shape, -math.inf)
+    l = q.new_zeros(shape)  # noqa: E741  # the letter of the literature
+    acc = q.new_zeros((*shape, problem.shape.head_dim_v))
+    for cols, kind in columns:
+        k = walk.wide(walk.cut_columns(walk.k, segment, cols))
+        v = walk.wide(walk.cut_columns(walk.v, segment, cols))
+        walk.fold.at(segment, rows, cols)
+        s = tile_scores(walk, q, k, kind)
+        m_new = torch.maximum(m, s.amax(-1))
+        # A row that has seen no key yet has m = -inf: subtract 0 instead, exp2(-inf) is the 0 it should be.
+        pivot = m_new.masked_fill(m_new == -math.inf, 0.0)
+        visible = (s != -math.inf) if guarded else None
+        p = (s - pivot[..., None]).mul_(LOG2E).exp2_()
+        alpha = torch.exp2((m - pivot) * LOG2E)
+        l = l * alpha + p.sum(-1)  # noqa: E741
+        factor = walk.fold.dropout()
+        if factor is not None:
+            p = p * factor
+            visible = None if visible is None else visible & (factor != 0)
+        acc = acc.mul_(alpha[..., None]).add_(t.over_keys(p, v, visible))
+        m = m_new
+    return finish(m, l, acc, inputs.sink)
+
+
+def finish(m: Tensor, l: Tensor, acc: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: E741
+    """out and lse of finished rows; the sink is one more key with value 0, merged here and only here."""
+    if sink is not None:
+        logit = sink.to(m.dtype).view(1, -1, 1)
+        top = torch.maximum(m, logit)
+        pivot = top.masked_fill(top == -math.inf, 0.0)
+        alpha = torch.exp2((m - pivot) * LOG2E)
+        l = l * alpha + torch.exp2((logit - pivot) * LOG2E)  # noqa: E741
+        acc, m = acc * alpha[..., None], top
+    empty = l == 0
+    out = acc / l.masked_fill(empty, 1.0)[..., None]
+    lse = (m + torch.log2(l) * LN2).masked_fill(empty, -math.inf)
+    return out, lse
+
+
+class _Backward:
+    """The backward pass of one call: dq, dk, dv and the leaves' gradients, accumulated in float32 tile by tile."""
+
+    def __init__(self, problem: Problem, inputs: Inputs, saved, grads, needs: Needs) -> None:  # noqa: ANN001
+        self.walk = Walk(problem, inputs)
+        self.problem, self.inputs, self.needs = problem, inputs, needs
+        (out, lse), (do, dlse) = saved, grads
+        wide = problem.compute_dtype
+        self.lse, self.do = uniform(problem, lse), uniform(problem, do)
+        delta = (do.to(wide) * out.to(wide)).sum(-1)
+        delta = delta.transpose(0, 1) if problem.options.layout == "varlen" else delta
+        # lse enters as one more output: ds = p (dp - (delta - dlse)).
+        self.delta = uniform(problem, delta if dlse is None else delta - dlse)
+        self.dlse = None if dlse is None else uniform(problem, dlse)
+        self.guarded = not (
+            t.all_finite(inputs.q, inputs.k, inputs.v, do, dlse) and (lse.numel() == 0 or bool(lse.amax() < math.inf))
+        )
+        zeros = functools.partial(torch.zeros, dtype=wide, device=inputs.q.device)
+        self.dq = zeros(inputs.q.shape) if needs.q else None
+        self.dk = zeros(inputs.k.shape) if needs.k else None
+        self.dv = zeros(inputs.v.shape) if needs.v else None
+        self.leaves = tuple(zeros(leaf.shape) if need else None for leaf, need in zip(inputs.leaves, needs.leaves, strict=True))
+        self.sink = zeros(inputs.sink.shape) if needs.sink and inputs.sink is not None else None
+
+    def run(self) -> Gradients:
+        for segment in self.walk.segments():
+            for rows, columns in self.walk.row_tiles(segment):
+                self._rows(segment, rows, columns)
+        inputs = self.inputs
+
+        def narrow(gradient: Tensor | None, like: Tensor) -> Tensor | None:
+            return None if gradient is None else gradient.to(like.dtype)
+
+        return Gradients(
+            narrow(self.dq, inputs.q), narrow(self.dk, inputs.k), narrow(self.dv, inputs.v),
+            tuple(narrow(g, leaf) for g, leaf in zip(self.leaves, inputs.leaves, strict=True)),
+            None if self.sink is None else narrow(self.sink, inputs.sink),  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def _rows(self, segment: Segment, rows: tuple[int, int], columns: list[tuple[tuple[int, int], int]]) -> None:
+        walk = self.walk
+        q = walk.wide(walk.cut_rows(walk.q, segment, rows)) * self.inputs.scale
+        do = walk.wide(walk.cut_rows(self.do, segment, rows))
+        lse = walk.cut_rows(self.lse, segment, rows)
+        delta = walk.cut_rows(self.delta, segment, rows)
+        # A row that saw nothing has lse = -inf: +inf instead makes every weight exp2(-inf) = 0.
+        lse = lse.masked_fill(lse == -math.inf, math.inf)
+        alive = None
+        if self.guarded:
+            # A row whose cotangents are all exactly 0 contributes 0, whatever it holds.
+            alive = (do != 0).any(-1)
+            if self.dlse is not None:
+                alive = alive | (walk.cut_rows(self.dlse, segment, rows) != 0)
+        if self.sink is not None:
+            self._sink(lse, delta, alive)
+        for cols, kind in columns:
+            walk.fold.at(segment, rows, cols)
+            self._tile(segment, rows, cols, kind, (q, do, lse, delta, alive))
+
+    def _sink(self, lse: Tensor, delta: Tensor, alive: Tensor | None) -> None:
+        """The sink is a key with value 0: dp = 0, ds = -p delta."""
+        logit = self.inputs.sink.to(lse.dtype).view(1, -1, 1)  # type: ignore[union-attr]
+        ds = -torch.exp2((logit - lse) * LOG2E) * delta
+        ds = ds.masked_fill(logit == -math.inf, 0.0)
+        ds = ds if alive is None else ds.masked_fill(~alive, 0.0)
+        self.sink += ds.sum((0, 2))
+
+    def _tile(self, segment: Segment, rows: tuple[int, int], cols: tuple[int, int], kind: int, row_data: tuple) -> None:
+        walk, trees = self.walk, self.walk.fold.trees
+        q, do, lse, delta, alive = row_data
+        k = walk.wide(walk.cut_columns(walk.k, segment, cols))
+        v = walk.wide(walk.cut_columns(walk.v, segment, cols))
+        s, slopes = t.scores(q, k), ()
+        if trees.has_terms:
+            s, *slopes = trees.score_and_slopes(walk.fold.env(s=s))
+            s = s.expand(*q.shape[:3], k.shape[2])
+        s = hide(walk, s, kind)
+        p = (s - lse[..., None]).mul_(LOG2E).exp2_()
+        hidden = (s == -math.inf) if (self.guarded or trees.has_terms) else None
+        visible = None
+        if self.guarded:
+            visible = ~hidden if alive is None else ~hidden & alive[..., None]
+            hidden = ~visible
+            p = p.masked_fill(hidden, 0.0)
+        factor = walk.fold.dropout()
+        dropped = p if factor is None else p * factor
+        if self.dv is not None:
+            kept = visible if visible is None or factor is None else visible & (factor != 0)
+            dv = t.over_rows(dropped, do, walk.heads_kv, kept)
+            walk.cut_columns(uniform(self.problem, self.dv), segment, cols).add_(dv)
+        if self.dq is None and self.dk is None and not any(g is not None for g in self.leaves):
+            return
+        dp = t.scores(do, v)
+        if factor is not None:
+            dp = torch.where(factor != 0, dp * factor, 0.0)
+        ds = dp.sub_(delta[..., None]).mul_(p)
+        if hidden is not None:
+            ds = ds.masked_fill(hidden, 0.0)
+        if trees.has_terms:
+            ds = self._terms(ds, slopes, hidden)
+        if self.dq is not None:
+            dq = t.over_keys(ds, k, visible)
+            walk.cut_rows(uniform(self.problem, self.dq), segment, rows).add_(dq, alpha=self.inputs.scale)
+        if self.dk is not None:
+            dk = t.over_rows(ds, q, walk.heads_kv, visible)
+            walk.cut_columns(uniform(self.problem, self.dk), segment, cols).add_(dk)
+
+    def _terms(self, ds: Tensor, slopes: list[Tensor] | tuple, hidden: Tensor | None) -> Tensor:
+        """Back through the score terms: gradients of their leaves, then d score / d s."""
+        env = self.walk.fold.env()
+        slope, *adjoints = slopes
+        for site, adjoint in zip(self.walk.fold.trees.sites, adjoints, strict=True):
+            gradient = self.leaves[int(site.value)]  # type: ignore[arg-type]
+            if gradient is not None:
+                contribution = ds * adjoint
+                accumulate(env, site, gradient, contribution.masked_fill(hidden, 0.0))  # type: ignore[arg-type]
+        return (ds * slope).masked_fill(hidden, 0.0)  # type: ignore[arg-type]

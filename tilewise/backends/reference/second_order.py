@@ -1,0 +1,219 @@
+"""Forward mode and second order, tile by tile: `jvp` and `hvp`. They live once, here, and serve every backend.
+
+With L = <do, out> + <dlse, lse> and a direction u of the inputs x (q, k, v, leaves, sink):
+
+    jvp(x, u)          the tangents of out and lse along u
+    hvp(x, u, do)      the tangent along u of grad_x L, do and dlse held fixed
+
+The gradient of <u, grad_x L> is hvp in x and jvp in (do, dlse), so these two are all that double backward
+and forward-over-reverse need. Memory is O(N): weights are recomputed from lse, as in the backward.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.protocol import Gradients
+from tilewise.backends.reference import tile as t
+from tilewise.backends.reference.blockwise import Walk, hide
+from tilewise.backends.reference.segments import uniform
+from tilewise.backends.reference.tile import LOG2E
+from tilewise.spec.print_torch import accumulate
+
+if TYPE_CHECKING:
+    from tilewise.backends.reference.segments import Segment
+    from tilewise.problem import Inputs, Problem
+
+
+class Direction(NamedTuple):
+    """Tangents of the inputs, each of its input's shape; None is zero."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    leaves: tuple[Tensor | None, ...]
+    sink: Tensor | None = None
+
+
+class _Rows(NamedTuple):
+    """What a tile of rows brings along: q and its tangent carry the scale."""
+
+    q: Tensor
+    q_dot: Tensor
+    lse: Tensor
+
+
+class _Tile(NamedTuple):
+    """A tile's weights and everything about its score: the printed roots, then their tangents."""
+
+    k: Tensor
+    k_dot: Tensor
+    v: Tensor
+    v_dot: Tensor
+    p: Tensor
+    s_dot: Tensor
+    factor: Tensor | None
+    hidden: Tensor
+    roots: tuple[Tensor, ...]
+    dots: tuple[Tensor, ...]
+
+
+class _Tangent:
+    """The walk over a call with its direction."""
+
+    def __init__(self, problem: Problem, inputs: Inputs, direction: Direction, lse: Tensor) -> None:
+        self.problem, self.inputs = problem, inputs
+        self.walk = Walk(problem, inputs, direction.leaves)
+        given = zip((inputs.q, inputs.k, inputs.v), direction[:3], strict=True)
+        dots = (torch.zeros_like(x) if dot is None else dot for x, dot in given)
+        self.q_dot, self.k_dot, self.v_dot = (uniform(problem, x) for x in dots)
+        self.lse = uniform(problem, lse)
+        self.sink_dot = None if inputs.sink is None or direction.sink is None else direction.sink.to(lse.dtype)
+
+    def rows(self, segment: Segment, rows: tuple[int, int]) -> _Rows:
+        walk, scale = self.walk, self.inputs.scale
+        q = walk.wide(walk.cut_rows(walk.q, segment, rows)) * scale
+        q_dot = walk.wide(walk.cut_rows(self.q_dot, segment, rows)) * scale
+        lse = walk.cut_rows(self.lse, segment, rows)
+        return _Rows(q, q_dot, lse.masked_fill(lse == -math.inf, math.inf))
+
+    def tile(self, segment: Segment, rows: tuple[int, int], cols: tuple[int, int], kind: int, data: _Rows) -> _Tile:
+        walk = self.walk
+        k, k_dot, v, v_dot = (
+            walk.wide(walk.cut_columns(x, segment, cols)) for x in (walk.k, self.k_dot, walk.v, self.v_dot)
+        )
+        walk.fold.at(segment, rows, cols)
+        s0 = t.scores(data.q, k)
+        s0_dot = t.scores(data.q_dot, k) + t.scores(data.q, k_dot)
+        values = walk.fold.trees.all_and_dots(walk.fold.env(s=s0, s_dot=s0_dot))
+        half = len(values) // 2
+        s = hide(walk, values[0].expand_as(s0), kind)
+        hidden = s == -math.inf
+        p = torch.exp2((s - data.lse[..., None]) * LOG2E).masked_fill(hidden, 0.0)
+        s_dot = values[half].expand_as(s0).masked_fill(hidden, 0.0)
+        return _Tile(k, k_dot, v, v_dot, p, s_dot, walk.fold.dropout(), hidden, values[:half], values[half:])
+
+    def sink_weight(self, lse: Tensor) -> Tensor:
+        """Weight of the sink in each row."""
+        logit = self.inputs.sink.to(lse.dtype).view(1, -1, 1)  # type: ignore[union-attr]
+        return torch.exp2((logit - lse) * LOG2E).masked_fill(logit == -math.inf, 0.0)
+
+
+def jvp(problem: Problem, inputs: Inputs, direction: Direction, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Tangents of out and lse.
+
+    lse_dot = sum p s_dot; out_dot = sum w p (s_dot v + v_dot) - lse_dot out, w the dropout factor.
+    """
+    out_dot = torch.zeros(out.shape, dtype=problem.compute_dtype, device=out.device)
+    lse_dot = torch.zeros_like(lse)
+    run = _Tangent(problem, inputs, direction, lse)
+    walk, out_view = run.walk, uniform(problem, out)
+    for segment in walk.segments():
+        for rows, columns in walk.row_tiles(segment):
+            data = run.rows(segment, rows)
+            acc = data.q.new_zeros((*data.q.shape[:3], problem.shape.head_dim_v))
+            total = data.q.new_zeros(data.q.shape[:3])
+            for cols, kind in columns:
+                x = run.tile(segment, rows, cols, kind, data)
+                total += (x.p * x.s_dot).sum(-1)
+                w = x.p if x.factor is None else x.p * x.factor
+                acc += t.over_keys(w * x.s_dot, x.v) + t.over_keys(w, x.v_dot)
+            if run.sink_dot is not None:
+                total += run.sink_weight(data.lse) * run.sink_dot.view(1, -1, 1)
+            acc -= total[..., None] * walk.wide(walk.cut_rows(out_view, segment, rows))
+            walk.cut_rows(uniform(problem, out_dot), segment, rows).copy_(acc)
+            walk.cut_rows(uniform(problem, lse_dot), segment, rows).copy_(total)
+    return out_dot.to(out.dtype), lse_dot
+
+
+def hvp(
+    problem: Problem,
+    inputs: Inputs,
+    direction: Direction,
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    grads: tuple[Tensor, Tensor | None],
+) -> Gradients:
+    """Tangent of the gradients along the direction; outputs are out, lse and their tangents from `jvp`.
+
+    p_dot = p (s_dot - lse_dot); delta_dot = do . out_dot; ds_dot = p_dot (dp - delta) + p (dp_dot - delta_dot).
+    """
+    return _Hessian(problem, inputs, direction, outputs, grads).run()
+
+
+class _Hessian:
+    def __init__(self, problem: Problem, inputs: Inputs, direction: Direction, outputs: tuple, grads: tuple) -> None:
+        out, lse, out_dot, lse_dot = outputs
+        do, dlse = grads
+        wide = problem.compute_dtype
+        self.problem, self.inputs = problem, inputs
+        self.run_over = _Tangent(problem, inputs, direction, lse)
+        self.do, self.lse_dot = uniform(problem, do), uniform(problem, lse_dot)
+
+        def by_row(x: Tensor) -> Tensor:
+            rows = (do.to(wide) * x.to(wide)).sum(-1)
+            return rows.transpose(0, 1) if problem.options.layout == "varlen" else rows
+
+        self.delta = uniform(problem, by_row(out) if dlse is None else by_row(out) - dlse)
+        self.delta_dot = uniform(problem, by_row(out_dot))
+        like = (inputs.q, inputs.k, inputs.v)
+        self.total = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in like)
+        self.leaves = tuple(
+            torch.zeros(x.shape, dtype=wide, device=x.device) if x.is_floating_point() else None for x in inputs.leaves
+        )
+        self.sink = None if inputs.sink is None else torch.zeros(inputs.sink.shape, dtype=wide, device=do.device)
+
+    def run(self) -> Gradients:
+        walk = self.run_over.walk
+        for segment in walk.segments():
+            for rows, columns in walk.row_tiles(segment):
+                data = self.run_over.rows(segment, rows)
+                do = walk.wide(walk.cut_rows(self.do, segment, rows))
+                per_row = tuple(walk.cut_rows(x, segment, rows) for x in (self.lse_dot, self.delta, self.delta_dot))
+                self._sink(data, per_row)
+                for cols, kind in columns:
+                    x = self.run_over.tile(segment, rows, cols, kind, data)
+                    self._tile((segment, rows, cols), data, x, do, per_row)
+        inputs = self.inputs
+        dq, dk, dv = (g.to(x.dtype) for g, x in zip(self.total, (inputs.q, inputs.k, inputs.v), strict=True))
+        leaves = tuple(None if g is None else g.to(x.dtype) for g, x in zip(self.leaves, inputs.leaves, strict=True))
+        return Gradients(dq, dk, dv, leaves, None if self.sink is None else self.sink.to(inputs.sink.dtype))  # type: ignore[union-attr]
+
+    def _sink(self, data: _Rows, per_row: tuple[Tensor, ...]) -> None:
+        if self.sink is None:
+            return
+        lse_dot, delta, delta_dot = per_row
+        p = self.run_over.sink_weight(data.lse)
+        s_dot = 0.0 if self.run_over.sink_dot is None else self.run_over.sink_dot.view(1, -1, 1)
+        p_dot = p * (s_dot - lse_dot)
+        self.sink -= (p_dot * delta + p * delta_dot).sum((0, 2))
+
+    def _tile(self, place: tuple, data: _Rows, x: _Tile, do: Tensor, per_row: tuple[Tensor, ...]) -> None:
+        segment, rows, cols = place
+        walk, heads_kv = self.run_over.walk, self.run_over.walk.heads_kv
+        lse_dot, delta, delta_dot = (y[..., None] for y in per_row)
+        p_dot = x.p * (x.s_dot - lse_dot)
+        dp, dp_dot = t.scores(do, x.v), t.scores(do, x.v_dot)
+        w_dot = p_dot
+        if x.factor is not None:
+            dp, dp_dot, w_dot = dp * x.factor, dp_dot * x.factor, p_dot * x.factor
+        ds = x.p * (dp - delta)
+        ds_dot = p_dot * (dp - delta) + x.p * (dp_dot - delta_dot)
+        env = walk.fold.env()
+        for n, site in enumerate(walk.fold.trees.sites):
+            gradient = self.leaves[int(site.value)]  # type: ignore[arg-type]
+            if gradient is not None:
+                part = ds_dot * x.roots[2 + n] + ds * x.dots[2 + n]
+                accumulate(env, site, gradient, part.masked_fill(x.hidden, 0.0))
+        slope, slope_dot = x.roots[1], x.dots[1]
+        ds0 = (ds * slope).masked_fill(x.hidden, 0.0)
+        ds0_dot = (ds_dot * slope + ds * slope_dot).masked_fill(x.hidden, 0.0)
+        dq, dk, dv = (uniform(self.problem, g) for g in self.total)
+        dq_tile = t.over_keys(ds0_dot, x.k) + t.over_keys(ds0, x.k_dot)
+        walk.cut_rows(dq, segment, rows).add_(dq_tile, alpha=self.inputs.scale)
+        dk_tile = t.over_rows(ds0_dot, data.q, heads_kv) + t.over_rows(ds0, data.q_dot, heads_kv)
+        walk.cut_columns(dk, segment, cols).add_(dk_tile)
+        walk.cut_columns(dv, segment, cols).add_(t.over_rows(w_dot, do, heads_kv))

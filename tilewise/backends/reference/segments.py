@@ -1,0 +1,93 @@
+"""Cut a call into segments: batch entries that share a row range and a key range.
+
+Dense and packed calls look alike from here on: every tensor is (B, H, N, D), a packed one has B = 1, and a
+segment says which rows, which keys, which value of b, and how rows and columns become positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tilewise.problem import Inputs, Problem
+
+
+@dataclass(frozen=True)
+class Segment:
+    """batch: entries of the tensors' first dimension; first_batch: the value of b at the first of them.
+    rows, keys: ranges of the tensors' third dimension. q_offset, k_offset: int or (entries,) int tensor."""
+
+    batch: slice
+    first_batch: int
+    rows: slice
+    keys: slice
+    q_offset: int | Tensor
+    k_offset: int | Tensor
+
+    @property
+    def entries(self) -> int:
+        return self.batch.stop - self.batch.start
+
+    @property
+    def seqlen_q(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    @property
+    def seqlen_k(self) -> int:
+        return self.keys.stop - self.keys.start
+
+
+def uniform(problem: Problem, t: Tensor) -> Tensor:
+    """A q-, k-, v- or out-like tensor as a (B, H, N, D) view, an lse-like one as (B, H, N)."""
+    if problem.options.layout == "dense":
+        return t
+    return t.transpose(0, 1)[None] if t.ndim == 3 else t[None]
+
+
+def _pick(offset: int | Tensor, batch: slice) -> int | Tensor:
+    if not isinstance(offset, Tensor):
+        return offset
+    if offset.ndim == 0 or offset.shape[0] == 1:
+        return offset.reshape(1).expand(batch.stop - batch.start)
+    return offset[batch]
+
+
+def segments(problem: Problem, inputs: Inputs, entries: int) -> Iterator[Segment]:
+    """All segments of a call, at most `entries` batch entries each."""
+    if problem.options.layout == "varlen":
+        yield from _packed(problem, inputs)
+        return
+    shape = problem.shape
+    last = shape.seqlen_k - shape.seqlen_q
+    q_offset = last if inputs.q_offset is None else inputs.q_offset
+    for start in range(0, shape.batch, entries):
+        batch = slice(start, min(start + entries, shape.batch))
+        yield Segment(
+            batch, start, slice(0, shape.seqlen_q), slice(0, shape.seqlen_k),
+            _pick(q_offset, batch), _pick(inputs.k_offset, batch),
+        )  # fmt: skip
+
+
+def _packed(problem: Problem, inputs: Inputs) -> Iterator[Segment]:
+    rows = _ranges(inputs.cu_seqlens_q, inputs.seqused_q, problem.shape.seqlen_q)
+    keys = _ranges(inputs.cu_seqlens_k, inputs.seqused_k, problem.shape.seqlen_k)
+    for b, (row, key) in enumerate(zip(rows, keys, strict=True)):
+        last = (key.stop - key.start) - (row.stop - row.start)
+        here = slice(b, b + 1)
+        q_offset = last if inputs.q_offset is None else _pick(inputs.q_offset, here)
+        yield Segment(slice(0, 1), b, row, key, q_offset, _pick(inputs.k_offset, here))
+
+
+def _ranges(cu_seqlens: Tensor | None, used: Tensor | None, total: int) -> list[slice]:
+    """Token ranges of the sequences, clamped to the tensor: lengths on a device are never trusted."""
+    edges = [min(max(e, 0), total) for e in torch.Tensor.tolist(cu_seqlens)]  # type: ignore[arg-type]
+    lengths = [max(stop - start, 0) for start, stop in zip(edges, edges[1:], strict=False)]
+    if used is not None:
+        lengths = [min(n, max(u, 0)) for n, u in zip(lengths, used.tolist(), strict=True)]
+    return [slice(start, start + n) for start, n in zip(edges, lengths, strict=False)]

@@ -1,0 +1,232 @@
+"""Problem: a spec together with sizes, types, device and options; everything a backend may decide on.
+
+A call travels through the op layer as (q, k, v, leaves, ints, floats, seed, text). `Problem.decode` reads
+it, `encode` (in `api`) writes it; both know the order of the lists from the text alone:
+
+    text    SPEC#layout=dense;q_offset=last;k_offset=int;backend=auto;...
+    leaves  the spec's leaves, then sink, q_offset, k_offset, cu_seqlens_q/k, seqused_q/k where the text names them
+    ints    the spec's, then q_offset, k_offset, h_offset, b_offset, max_seqlen_q, max_seqlen_k
+    floats  the spec's, then scale, dropout
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from tilewise.dtypes import lookup
+from tilewise.errors import SpecError
+from tilewise.spec.attention import AttentionSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor
+
+OPTIONAL_TENSORS = ("sink", "q_offset", "k_offset", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+NO_MAXIMUM = -1
+"""max_seqlen when the caller stated none."""
+
+
+class Shape(NamedTuple):
+    """Sizes of a call. Dense: batch entries of seqlen_q x seqlen_k. Packed: batch sequences, seqlen_* are totals."""
+
+    batch: int
+    num_heads_q: int
+    num_heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a call asks for beside the mathematics."""
+
+    layout: str = "dense"
+    q_offset: str = "last"
+    k_offset: str = "int"
+    cu_seqlens_k: bool = False
+    seqused_q: bool = False
+    seqused_k: bool = False
+    partial: bool = False
+    deterministic: bool = False
+    batch_invariant: bool = False
+    allow_quadratic: bool = False
+    backend: str = "auto"
+
+    def text(self) -> str:
+        """Canonical text: the options that differ from the default."""
+        changed = [(name, value) for name, value in self.__dict__.items() if value != _DEFAULTS[name]]
+        return ";".join([f"{name}={'1' if value is True else value}" for name, value in changed])
+
+    @staticmethod
+    def parse(text: str) -> Options:
+        """Read `text` back.  Raises SpecError for a name or value this version does not write."""
+        found: dict[str, str | bool] = {}
+        for part in filter(None, text.split(";")):
+            name, _, value = part.partition("=")
+            if name not in _DEFAULTS:
+                raise SpecError(f"unknown option in a problem's text: {part!r}")
+            found[name] = value == "1" if isinstance(_DEFAULTS[name], bool) else value
+        return Options(**found)  # type: ignore[arg-type]
+
+
+_DEFAULTS = {name: value.default for name, value in Options.__dataclass_fields__.items()}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention call without its tensors. Hashable; backends answer `supports` and `plan` from it alone."""
+
+    spec: AttentionSpec
+    options: Options
+    shape: Shape
+    dtype: torch.dtype
+    device_type: str
+    needs_grad: bool = False
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Type of scores, lse and partial outputs."""
+        return lookup(self.dtype).compute
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return self.compute_dtype if self.options.partial else self.dtype
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.shape.num_heads_q // self.shape.num_heads_kv if self.shape.num_heads_kv else 1
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        s = self.shape
+        if self.options.layout == "varlen":
+            return (s.seqlen_q, s.num_heads_q, s.head_dim_v)
+        return (s.batch, s.num_heads_q, s.seqlen_q, s.head_dim_v)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        s = self.shape
+        if self.options.layout == "varlen":
+            return (s.num_heads_q, s.seqlen_q)
+        return (s.batch, s.num_heads_q, s.seqlen_q)
+
+    def with_gradient(self) -> Problem:
+        """The same problem, whose backward will be asked for."""
+        return replace(self, needs_grad=True)
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """The optional tensors the call carries, in the order in which they follow the spec's leaves."""
+        o = self.options
+        present = {
+            "sink": self.spec.sink,
+            "q_offset": o.q_offset == "tensor",
+            "k_offset": o.k_offset == "tensor",
+            "cu_seqlens_q": o.layout == "varlen",
+            "cu_seqlens_k": o.cu_seqlens_k,
+            "seqused_q": o.seqused_q,
+            "seqused_k": o.seqused_k,
+        }
+        return tuple(name for name in OPTIONAL_TENSORS if present[name])
+
+
+@functools.lru_cache(maxsize=1024)
+def _read(text: str) -> tuple[AttentionSpec, Options]:
+    spec, _, options = text.partition("#")
+    return AttentionSpec.parse(spec), Options.parse(options)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors and numbers of a call, by name.
+
+    q, k, v as given; leaves are the spec's; ints and floats are the spec's scalars. cu_seqlens_k is
+    cu_seqlens_q where the call gave one table for both.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    leaves: tuple[Tensor, ...]
+    ints: tuple[int, ...]
+    floats: tuple[float, ...]
+    seed: Tensor | None
+    scale: float
+    dropout: float
+    h_offset: int
+    b_offset: int
+    q_offset: int | Tensor | None
+    k_offset: int | Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    sink: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+
+
+def shape_of(q: Tensor, k: Tensor, v: Tensor, layout: str, num_sequences: int = 0) -> Shape:
+    """Sizes from the tensors' own."""
+    if layout == "varlen":
+        return Shape(num_sequences, q.shape[1], k.shape[1], q.shape[0], k.shape[0], q.shape[2], v.shape[2])
+    return Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+
+
+def decode_problem(q: Tensor, k: Tensor, v: Tensor, leaves: Sequence[Tensor], text: str) -> Problem:
+    """The problem a call poses (also on fake tensors)."""
+    spec, options = _read(text)
+    num_sequences = 0
+    if options.layout == "varlen":
+        at = len(spec.leaves) + spec.sink + (options.q_offset == "tensor") + (options.k_offset == "tensor")
+        num_sequences = leaves[at].shape[0] - 1
+    shape = shape_of(q, k, v, options.layout, num_sequences)
+    return Problem(spec, options, shape, q.dtype, q.device.type)
+
+
+def decode_inputs(
+    problem: Problem,
+    tensors: tuple[Tensor, Tensor, Tensor, Sequence[Tensor]],
+    ints: Sequence[int],
+    floats: Sequence[float],
+    seed: Tensor | None,
+) -> Inputs:
+    """Name the entries of a call's lists."""
+    q, k, v, leaves = tensors
+    spec, options = problem.spec, problem.options
+    extra = dict(zip(problem.tensor_names, leaves[len(spec.leaves) :], strict=True))
+    q_offset, k_offset, h_offset, b_offset, max_q, max_k = ints[spec.num_ints :]
+    scale, dropout = floats[spec.num_floats :]
+    return Inputs(
+        q, k, v, tuple(leaves[: len(spec.leaves)]), tuple(ints[: spec.num_ints]), tuple(floats[: spec.num_floats]),
+        seed, scale, dropout, h_offset, b_offset,
+        q_offset=extra.get("q_offset", None if options.q_offset == "last" else q_offset),
+        k_offset=extra.get("k_offset", k_offset),
+        max_seqlen_q=max_q, max_seqlen_k=max_k,
+        sink=extra.get("sink"),
+        cu_seqlens_q=extra.get("cu_seqlens_q"),
+        cu_seqlens_k=extra.get("cu_seqlens_k", extra.get("cu_seqlens_q")),
+        seqused_q=extra.get("seqused_q"), seqused_k=extra.get("seqused_k"),
+    )  # fmt: skip
+
+
+def empty_in_order(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An empty tensor with the dimension order of `like` if `like` is dense, else contiguous.
+
+    Used for outputs by the backends and by the fakes alike, so that both say the same strides.
+    """
+    order = sorted(range(like.ndim), key=like.stride, reverse=True)
+    expected = 1
+    for d in reversed(order):
+        if like.shape[d] != 1 and like.stride(d) != expected:
+            return like.new_empty(shape, dtype=dtype)
+        expected *= like.shape[d]
+    permuted = like.new_empty([shape[d] for d in order], dtype=dtype)
+    return permuted.permute([order.index(d) for d in range(like.ndim)])
