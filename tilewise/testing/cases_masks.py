@@ -1,7 +1,9 @@
-"""Masks of the conformance cases, each in two forms: the library's object and a dense formula written by hand on a `Grid`.
+"""Masks of the conformance cases, each in two forms: the library's object and a dense formula written by hand
+on a `Grid`.
 
-A `MaskFeature` holds no tensors. `draw` makes the leaf values from a seeded generator; `make` builds the library's mask from leaves;
-`keep` and `padding` say which pairs may attend. Padding is held apart because `|` and `~` never reveal it.
+A `MaskFeature` holds no tensors. `draw` makes the leaf values from a seeded generator; `make` builds the
+library's mask from leaves; `keep` and `padding` say which pairs may attend. Padding is held apart because `|`
+and `~` never reveal it.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def no_leaves(draw: Draw) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class MaskFeature:
-    """name; draw(Draw) -> leaves; make(*leaves) -> tilewise mask; keep(grid, *leaves) -> bool; padding(grid, *leaves) -> bool."""
+    """name; draw(Draw) -> leaves; make(*leaves) -> tilewise mask; keep(grid, *leaves) -> bool; padding(grid,
+    *leaves) -> bool.
+    """
 
     name: str
     make: Callable[..., Any]
@@ -66,7 +70,9 @@ class MaskFeature:
         return keep if self.padding is None else keep & self.padding(grid, *leaves)
 
 
-def _pair(name: str, left: MaskFeature, right: MaskFeature, combine: Callable[[Any, Any], Any]) -> MaskFeature:
+def _pair(
+    name: str, left: MaskFeature, right: MaskFeature, combine: Callable[[Any, Any], Any]
+) -> MaskFeature:
     cut = left.leaf_count
 
     def padding(grid: Grid, *leaves: Tensor) -> Tensor:
@@ -128,7 +134,9 @@ def window(left: int | None, right: int | None) -> MaskFeature:
 
     words = ["inf" if x is None else str(x).replace("-", "m") for x in (left, right)]
     causal = right is not None and right <= 0
-    return MaskFeature(f"window_{words[0]}_{words[1]}", lambda: _tw().window(left, right), keep, causal=causal)
+    return MaskFeature(
+        f"window_{words[0]}_{words[1]}", lambda: _tw().window(left, right), keep, causal=causal
+    )
 
 
 def prefix(n: int) -> MaskFeature:
@@ -172,7 +180,11 @@ def _document_ids(d: Draw) -> tuple[Tensor, Tensor]:
 
 
 DOCUMENT = MaskFeature(
-    "document", lambda a, b: _tw().document(a, b), _document_keep, _document_ids, positional=False,
+    "document",
+    lambda a, b: _tw().document(a, b),
+    _document_keep,
+    _document_ids,
+    positional=False,
     leaf_count=2,
 )
 DOCUMENT_SELF = MaskFeature(
@@ -240,17 +252,21 @@ DENSE_COLUMNS = MaskFeature(
 )
 
 
-def block_sparse(block: int) -> MaskFeature:
-    """layout[i // block, j // block]."""
+def block_sparse(block_q: int, block_k: int | None = None, *, by_head: bool = False) -> MaskFeature:
+    """layout[i // block_q, j // block_k], or layout[b, h, ...] when by_head."""
+    sizes = (block_q, block_q if block_k is None else block_k)
 
     def draw(d: Draw) -> tuple[Tensor]:
-        return (d.coins(0.5, *(-(-n // block) for n in d.lengths)),)
-
-    def keep(grid: Grid, layout: Tensor) -> Tensor:
-        return layout[grid.i // block, grid.j // block]
+        blocks = [-(-n // size) for n, size in zip(d.lengths, sizes, strict=True)]
+        return (d.coins(0.5, *((d.batch, d.heads[0]) if by_head else (1, 1)), *blocks),)
 
     return MaskFeature(
-        f"block_sparse_{block}", lambda layout: _tw().block_sparse(layout, block), keep, draw, leaf_count=1, positional=False
+        "block_sparse_" + "x".join(map(str, sizes)) + "_by_head" * by_head,
+        lambda layout: _tw().block_sparse(layout, block_q if block_k is None else sizes),
+        lambda grid, layout: gather(layout, grid.b, grid.h, grid.i // sizes[0], grid.j // sizes[1]),
+        draw,
+        leaf_count=1,
+        positional=False,
     )
 
 
@@ -274,6 +290,8 @@ CUSTOM_HEAD_REACH = MaskFeature(
     lambda d: (d.integers(0, 9, d.heads[0]).to(torch.int32),),
     leaf_count=1,
 )
-NOTHING = MaskFeature("nothing", lambda: _tw().prefix(0) & _tw().causal(), lambda grid: (grid.k < 0) & (grid.k <= grid.q))
+NOTHING = MaskFeature(
+    "nothing", lambda: _tw().prefix(0) & _tw().causal(), lambda grid: (grid.k < 0) & (grid.k <= grid.q)
+)
 STREAMING = both(CAUSAL, either(window(7, 0), sink_tokens(2)), "streaming")
 PREFIX_LM = either(CAUSAL, prefix(5), "prefix_lm")

@@ -1,7 +1,8 @@
-"""Score terms of the conformance cases, each as the library's object and as a dense formula written by hand on a `Grid`.
+"""Score terms of the conformance cases, each as the library's object and as a dense formula written by hand
+on a `Grid`.
 
-`score(s, grid, *leaves)` takes the scores (B, H, Nq, Nk) after the terms before it and returns the new ones; it is differentiable in s
-and in the float leaves. Every float leaf gets a gradient in the suite.
+`score(s, grid, *leaves)` takes the scores (B, H, Nq, Nk) after the terms before it and returns the new ones;
+it is differentiable in s and in the float leaves. Every float leaf gets a gradient in the suite.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class ScoreFeature:
     make: Callable[..., Any]
     score: Callable[..., Tensor]
     draw: Callable[[Draw], tuple[Tensor, ...]] = no_leaves
-    pairwise: bool = False  # its one leaf has a cell for every (b, h, i, j): cells of hidden pairs can be poisoned
+    pairwise: bool = (
+        False  # its one leaf has a cell for every (b, h, i, j): cells of hidden pairs can be poisoned
+    )
     positional: bool = True
 
 
@@ -40,7 +43,9 @@ def _add_bias(s: Tensor, grid: Grid, t: Tensor) -> Tensor:
     return s + gather(t, grid.b, grid.h, grid.i, grid.j)
 
 
-def _bias(name: str, pick: Callable[[Draw], tuple[int, int, int, int]], pairwise: bool = False) -> ScoreFeature:
+def _bias(
+    name: str, pick: Callable[[Draw], tuple[int, int, int, int]], pairwise: bool = False
+) -> ScoreFeature:
     return ScoreFeature(
         name,
         lambda t: _tw().bias(t),
@@ -84,9 +89,7 @@ ALIBI_BATCH = ScoreFeature(
 
 def softcap(c: float) -> ScoreFeature:
     """c * tanh(s / c)."""
-    return ScoreFeature(
-        f"softcap_{c:g}", lambda: _tw().softcap(c), lambda s, grid: c * torch.tanh(s / c)
-    )
+    return ScoreFeature(f"softcap_{c:g}", lambda: _tw().softcap(c), lambda s, grid: c * torch.tanh(s / c))
 
 
 def relative(radius: int) -> ScoreFeature:
@@ -101,6 +104,19 @@ def relative(radius: int) -> ScoreFeature:
         score,
         lambda d: (d.normal(d.heads[0], 2 * radius + 1).to(d.leaf_dtype),),
     )
+
+
+def _bucketed(s: Tensor, grid: Grid, table: Tensor, bucket: Tensor) -> Tensor:
+    reach = bucket.shape[0] // 2
+    return s + gather(table, grid.h, gather(bucket, (grid.k - grid.q).clamp(-reach, reach) + reach).long())
+
+
+RELATIVE_BUCKET = ScoreFeature(
+    "relative_bucket",
+    lambda table, bucket: _tw().relative(table, bucket),
+    _bucketed,
+    lambda d: (d.normal(d.heads[0], 5).to(d.leaf_dtype), d.integers(0, 5, 15).to(torch.int32)),
+)
 
 
 def _head_slope(s: Any, h: Any, q: Any, k: Any, slope: Any) -> Any:
