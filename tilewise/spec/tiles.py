@@ -83,6 +83,17 @@ def _blocks(length: int, block: int, shape: tuple[int, int]) -> Interval:
     return Interval(first.reshape(shape), (first + block - 1).clamp(max=length - 1).reshape(shape))
 
 
+def bounds(
+    root: ex.Node, tiles: TileGrid, leaves: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]
+) -> Interval:
+    """Bounds of any tree over each tile; arguments as for `classify_tiles`."""
+
+    def load(node: ex.Node, indices: tuple[Interval, ...]) -> Interval:
+        return _load(leaves[int(node.value)].detach(), node, indices, tiles)  # type: ignore[arg-type]
+
+    return evaluate(root, tiles.variables(), ints, floats, load)
+
+
 def classify_tiles(
     keep: ex.Node | None,
     tiles: TileGrid,
@@ -104,10 +115,7 @@ def classify_tiles(
     if keep is None or 0 in shape:
         return torch.full(shape, FULL, dtype=torch.uint8)
     with torch.no_grad():
-        visible = evaluate(
-            keep, tiles.variables(), ints, floats,
-            lambda node, indices: _load(leaves[int(node.value)].detach(), node, indices, tiles),
-        )  # fmt: skip
+        visible = bounds(keep, tiles, leaves, ints, floats)
         classes = visible.hi.to(torch.uint8) + visible.lo.to(torch.uint8)
     return classes.expand(shape).contiguous()
 
