@@ -280,7 +280,12 @@ def parse(text: str, kinds: tuple[tuple[int, str], ...] | dict[int, str] = ()) -
 
     Raises SpecError if the text is not one this module writes.
     """
-    return _parse(text, tuple(sorted(dict(kinds).items())))
+    try:
+        return _parse(text, tuple(sorted(dict(kinds).items())))
+    except SpecError:
+        raise
+    except (ValueError, IndexError):
+        raise SpecError(f"not the text of an expression: {text!r}") from None
 
 
 @functools.lru_cache(maxsize=4096)
