@@ -124,7 +124,8 @@ def test_a_float_is_no_index():
     "text",
     [
         "", ";", "sub q", "sub q k k", "sub q z", "import os", "sub q %0", "sub q %7", "load", "load L0",
-        "load Lx q", "load L5 q", "mov __import__", "neg q;", "where q", "add q q;add %1 %1", "sub q k\nsub q k;",
+        "load Lx q", "load L5 q", "mov __import__", "neg q;", "where q", "add q q;add %1 %1",
+        "sub q k\nsub q k;",
     ],
 )  # fmt: skip
 def test_foreign_text_is_refused(text):
