@@ -254,7 +254,9 @@ def _rebind(fn: types.FunctionType, scalars: _Scalars) -> types.FunctionType:
         types.CellType(replaced["closure", name]) if ("closure", name) in replaced else cell
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
     )
-    return types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__, cells or None)
+    rebound = types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__, cells or None)
+    rebound.__kwdefaults__ = fn.__kwdefaults__
+    return rebound
 
 
 def _call(fn: types.FunctionType, leaves: tuple[tuple[str, int], ...], forbidden: tuple[str, ...], fixed: bool) -> Traced:
