@@ -46,3 +46,11 @@ def poisoned_memory():
 
     with poisoned_memory():
         yield
+
+
+@pytest.fixture
+def check(backend: str, device: torch.device):
+    """Calls of one backend, held to the tolerance of the reported cases. See tests/reported.py."""
+    from reported import Checker
+
+    return Checker(backend, device)
