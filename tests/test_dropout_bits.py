@@ -142,6 +142,16 @@ def test_the_seed_is_not_read():
     assert dropout_mask(seed, 0.5, 2, 3, 4, 5, k_offset=offset).shape == (2, 3, 4, 5)
 
 
+def test_compiled_bits():
+    """Neither signed overflow nor arange in index arithmetic may change the bits under torch.compile."""
+
+    def kept(seed):
+        return dropout_mask(seed, 0.3, 2, 2, 9, 33, k_offset=-5)
+
+    seed = torch.tensor(-7)
+    assert torch.equal(torch.compile(kept, fullgraph=True)(seed), kept(seed))
+
+
 def test_empty_sizes():
     assert dropout_mask(SEED, 0.5, 1, 1, 0, 4).shape == (1, 1, 0, 4)
     assert dropout_mask(SEED, 0.5, 1, 1, 4, 0).shape == (1, 1, 4, 0)

@@ -266,7 +266,7 @@ def test_gradient_of_merge_with_empty_parts(lses):
     outs, lses = parts_with(lses)
     merged = merge(*map(Partial, outs, lses))
     (merged.out.sum() + (3 * merged.lse).nan_to_num(neginf=0).sum()).backward()
-    for out, lse in zip(outs, lses):
+    for out, lse in zip(outs, lses, strict=True):
         assert out.grad.isfinite().all() and lse.grad.isfinite().all()
         hidden = lse == -INF
         assert (out.grad[hidden] == 0).all() and (lse.grad[hidden] == 0).all()
@@ -321,7 +321,7 @@ def test_packed_layout_is_decided_by_rank():
     outs = [torch.randn(5, 2, 3, dtype=torch.float64) for _ in range(2)]
     lses = [torch.randn(2, 5, dtype=torch.float64) for _ in range(2)]
     packed = merge(*map(Partial, outs, lses))
-    dense = merge(*(Partial(o.transpose(0, 1)[None], z[None]) for o, z in zip(outs, lses)))
+    dense = merge(*(Partial(o.transpose(0, 1)[None], z[None]) for o, z in zip(outs, lses, strict=True)))
     assert torch.equal(packed.out, dense.out[0].transpose(0, 1))
     assert torch.equal(packed.lse, dense.lse[0])
     state = OnlineSoftmaxState.empty((5, 2), 3).finalize()

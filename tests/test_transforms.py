@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -32,7 +34,7 @@ def attend_packed(q, k, v, packing_q, packing_k, *, scale):
     """Plain fp64 attention on (T, H, D), sequence by sequence, from cu_seqlens."""
     outs, lses = [], []
     edges_q, edges_k = packing_q.cu_seqlens.tolist(), packing_k.cu_seqlens.tolist()
-    for a, b, c, d in zip(edges_q, edges_q[1:], edges_k, edges_k[1:]):
+    for (a, b), (c, d) in zip(pairwise(edges_q), pairwise(edges_k), strict=True):
         part = attend(*(x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d])), scale=scale)
         outs.append(part.out[0].transpose(0, 1))
         lses.append(part.lse[0])
@@ -125,7 +127,7 @@ def test_split_kv(seed, keys, n, block):
     transform = split_kv(n, block)
     parts = [
         attend(*split[:3], scale=0.3, q_pos=q_pos, k_pos=k_pos[where])
-        for split, where in zip(transform.apply(q, k, v), transform.ranges(keys))
+        for split, where in zip(transform.apply(q, k, v), transform.ranges(keys), strict=True)
     ]
     got = transform.invert(parts)
     assert_same(got, want)
@@ -151,7 +153,7 @@ lengths_of = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), min_size=
 @given(st.integers(0, 99), lengths_of, st.booleans())
 @law
 def test_pack_padded(seed, lengths, as_tensor):
-    rows, keys = map(list, zip(*lengths))
+    rows, keys = map(list, zip(*lengths, strict=True))
     q, k, v = problem(seed, rows=5, keys=7, batch=len(rows))
     if as_tensor:
         rows, keys = torch.tensor(rows), torch.tensor(keys)
@@ -161,7 +163,7 @@ def test_pack_padded(seed, lengths, as_tensor):
     inner = attend_packed(qp, kp, vp, packing_q, packing_k, scale=0.3)
     got = pack.invert(inner, packing_q)
     out, lse = torch.zeros(len(rows), 4, 5, 6).double(), torch.full((len(rows), 4, 5), -INF).double()
-    for b, (n, m) in enumerate(zip(rows, keys)):
+    for b, (n, m) in enumerate(zip(rows, keys, strict=True)):
         one = slice(b, b + 1)
         part = attend(q[one, :, :n], k[one, :, :m], v[one, :, :m], scale=0.3)
         out[one, :, :n], lse[one, :, :n] = part
@@ -176,11 +178,13 @@ def test_pack_padded(seed, lengths, as_tensor):
 @law
 def test_pack_list(seed, lengths):
     problems = [problem(seed + b, rows=n, keys=m, batch=1) for b, (n, m) in enumerate(lengths)]
-    (q, packing_q), (k, packing_k), (v, _) = (pack.apply(list(tensors)) for tensors in zip(*problems))
+    (q, packing_q), (k, packing_k), (v, _) = (
+        pack.apply(list(tensors)) for tensors in zip(*problems, strict=True)
+    )
     got = pack.invert(attend_packed(q, k, v, packing_q, packing_k, scale=0.3), packing_q)
-    for part, tensors in zip(got, problems):
+    for part, tensors in zip(got, problems, strict=True):
         assert_same(part, attend(*tensors, scale=0.3))
-    assert all(torch.equal(x, y[0]) for x, y in zip(pack.unpack(q, packing_q), problems))
+    assert all(torch.equal(x, y[0]) for x, y in zip(pack.unpack(q, packing_q), problems, strict=True))
 
 
 def test_refusals():

@@ -106,7 +106,7 @@ def merge(*parts: Partial) -> Partial:
     total = torch.where(none_visible, 1.0, total)
     lse = torch.where(none_visible, NEG_INF, pivot + torch.log(total))
     terms = []
-    for part, weight in zip(parts, weights):
+    for part, weight in zip(parts, weights, strict=True):
         visible_out = torch.where(_over_head_dim(part.lse == NEG_INF, part), 0.0, part.out)
         terms.append(visible_out * _over_head_dim(weight / total, part))
     return Partial(reduce(torch.add, terms), lse)
@@ -126,7 +126,7 @@ class OnlineSoftmaxState:
     """
 
     m: Tensor
-    l: Tensor
+    l: Tensor  # noqa: E741 (the paper's letter)
     acc: Tensor
 
     @classmethod
@@ -192,11 +192,10 @@ class OnlineSoftmaxState:
         return Partial(out, lse.mT if lse.ndim == 2 else lse)
 
     def _check_tile(self, scores: Tensor, values: Tensor) -> None:
-        rows = tuple(self.m.shape)
-        fits = scores.ndim == len(rows) + 1 and tuple(scores.shape[:-1]) == rows and values.ndim >= 2
+        rows, lead = tuple(self.m.shape), tuple(values.shape[:-2])
+        fits = tuple(scores.shape[:-1]) == rows and values.ndim >= 2 and len(lead) <= len(rows)
         fits = fits and tuple(values.shape[-2:]) == (scores.shape[-1], self.acc.shape[-1])
-        missing = len(rows) - (values.ndim - 2)
-        fits = fits and missing >= 0 and all(v in (1, r) for v, r in zip(values.shape, rows[missing:]))
+        fits = fits and all(a in (1, b) for a, b in zip(lead, rows[len(rows) - len(lead) :], strict=True))
         if not fits:
             rule = "a tile is scores (..., K) and values (..., K, D_v), with the state's rows (...) and D_v"
             raise ShapeError(message(rule, {"acc": self.acc, "scores": scores, "values": values}))

@@ -21,6 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -144,8 +145,8 @@ class PadHeadDim:
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim_v]
 
     def _pad(self, tensor: Tensor) -> Tensor:
-        missing = self.padded(tensor.shape[-1]) - tensor.shape[-1]
-        return pad(tensor, (0, missing)) if missing else tensor
+        padded = self.padded(tensor.shape[-1])
+        return tensor if padded in (None, tensor.shape[-1]) else pad(tensor, (0, padded - tensor.shape[-1]))
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ class SplitKV:
         blocks = -(-seqlen_k // self.block)
         count = max(1, min(self.n, blocks))
         edges = [min(seqlen_k, blocks * i // count * self.block) for i in range(count + 1)]
-        return [slice(start, stop) for start, stop in zip(edges, edges[1:])]
+        return [slice(start, stop) for start, stop in pairwise(edges)]
 
     def apply(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensors]:
         """One problem for each of `ranges`: q itself, and views of k and v.
@@ -240,10 +241,11 @@ class Pack:
             given = {"sequences": sequences} if isinstance(sequences, Tensor) else dict(enumerate(sequences))
             rule = "pack takes a list of (1, H, N_b, D), or (B, H, N, D) with B lengths in 0 .. N"
             raise ShapeError(message(rule, {str(name): t for name, t in given.items()}))
-        padded = sequences.shape[2] if isinstance(sequences, Tensor) else None
-        sizes = tuple(x.shape[2] for x in sequences) if padded is None else _on_host(lengths)
-        rows = [x[0] for x in sequences] if padded is None else sequences.unbind(0)
-        packed = torch.cat([x[:, :size].transpose(0, 1) for x, size in zip(rows, sizes)])
+        if isinstance(sequences, Tensor):
+            rows, sizes, padded = list(sequences), _on_host(lengths), sequences.shape[2]
+        else:
+            rows, sizes, padded = [x[0] for x in sequences], tuple(x.shape[2] for x in sequences), None
+        packed = torch.cat([x[:, :size].transpose(0, 1) for x, size in zip(rows, sizes, strict=True)])
         edges = torch.tensor((0, *sizes)).cumsum(0).to(packed.device, torch.int32)
         return packed, Packing(edges, sizes, padded)
 
@@ -253,8 +255,8 @@ class Pack:
         Padding rows have out = 0 and lse = -inf, as every row that sees no key.
         """
         out, lse = self.unpack(result.out, packing), result.lse.split(packing.lengths, dim=-1)
-        if packing.padded is None:
-            return [Partial(x, z[None]) for x, z in zip(out, lse)]
+        if packing.padded is None or not isinstance(out, Tensor):
+            return [Partial(x, z[None]) for x, z in zip(out, lse, strict=True)]
         filled = [pad(z, (0, packing.padded - z.shape[-1]), value=float("-inf")) for z in lse]
         return Partial(out, torch.stack(filled))
 
@@ -282,5 +284,5 @@ def split_kv(n: int, block: int = 1) -> SplitKV:
     return SplitKV(n, block)
 
 
-def _on_host(lengths: Sequence[int] | Tensor) -> tuple[int, ...]:
-    return tuple(lengths.tolist() if isinstance(lengths, Tensor) else lengths)
+def _on_host(lengths: Lengths) -> tuple[int, ...]:
+    return tuple(lengths.tolist() if isinstance(lengths, Tensor) else lengths or ())

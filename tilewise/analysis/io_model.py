@@ -4,8 +4,8 @@ Both counts take on-chip memory as large enough for the tiles in flight and cach
 that an algorithm reads again is counted again. Masked pairs are counted by the ordinary algorithm, which
 stores them; the tiled one is told which key rows its schedule reads.
 
-Source: Dao et al. 2022, "FlashAttention" (https://arxiv.org/abs/2205.14135), algorithm 0, section 3.1 (algorithm
-1) and theorem 2: ordinary attention moves Theta(N d + N^2) elements, tiled attention Theta(N^2 d^2 / M) with M
+Source: Dao et al. 2022, "FlashAttention" (https://arxiv.org/abs/2205.14135), algorithm 0, section 3.1 and
+theorem 2: ordinary attention moves Theta(N d + N^2) elements, tiled attention Theta(N^2 d^2 / M) with M
 elements on the chip, since its query tiles have about M / d rows.
 """
 

@@ -80,7 +80,7 @@ def keep_mask(
     """
     threshold = keep_threshold(p)
     k = _uint32(k_pos)
-    words = philox4x32((k >> 2, _uint32(q_pos), _uint32(heads, k), _uint32(batches, k)), _key(seed))
+    words = _words(seed, k >> 2, q_pos, heads, batches)
     lane = k & 3
     low = torch.where(lane == 0, words[0], words[1])
     high = torch.where(lane == 2, words[2], words[3])
@@ -116,8 +116,7 @@ def keep_tile(
     groups = torch.arange((first + k_len + 3) // 4, dtype=torch.int64, device=q_pos.device)
     # Positions are int64 here, so >> 2 is floor division and wrapping may come after it.
     counter_k = ((k0 >> 2) + groups) & (MASK32 >> 2)
-    counter = (counter_k, _uint32(q_pos), _uint32(heads, q_pos), _uint32(batches, q_pos))
-    words = torch.broadcast_tensors(*philox4x32(counter, _key(seed)))
+    words = torch.broadcast_tensors(*_words(seed, counter_k, q_pos, heads, batches))
     kept = torch.stack([word >= threshold for word in words], dim=-1).flatten(-2)
     if not isinstance(lane, Tensor):
         return kept[..., lane : lane + k_len]
@@ -169,26 +168,30 @@ def dropout_mask(
 
 
 def _multiply(constant: int, word: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32 x 32 bit product.
+    """High and low 32 bits of a product of uint32, for a constant of at least 2^31.
 
-    The product may pass 2^63 and wrap to a negative int64; its 64 bits are right all the same, and masking
-    after the arithmetic shift drops the copied sign.
+    The plain product may pass 2^63. Wrapping would give the right bits, but compiled code may take signed
+    overflow as impossible and drop the masks (seen with Inductor and GCC, torch 2.13). With constant - 2^32
+    it stays above -2^63, and differs from the product by word * 2^32.
     """
-    product = word * constant
-    return (product >> 32) & MASK32, product & MASK32
+    product = word * (constant - 2**32)
+    return (product >> 32) + word, product & MASK32
 
 
-def _uint32(number: Tensor | int, like: Tensor | None = None) -> Tensor:
-    """An int64 tensor holding the number modulo 2^32; ``like`` gives a Python int its device."""
-    if isinstance(number, Tensor):
-        return number.to(torch.int64) & MASK32
-    return torch.full((), number & MASK32, dtype=torch.int64, device=None if like is None else like.device)
+def _uint32(number: Tensor) -> Tensor:
+    """The number modulo 2^32, as int64."""
+    return number.to(torch.int64) & MASK32
 
 
-def _key(seed: Tensor) -> tuple[Tensor, Tensor]:
+def _words(seed: Tensor, *counter: Tensor | int) -> Words:
+    """The four words of each counter (k >> 2, q, h, b), taken as uint32, under the key that is the seed."""
     if seed.dtype != torch.int64:
         raise DTypeError(message("a dropout seed is one int64", {"seed": seed}))
     if seed.numel() != 1:
         raise ShapeError(message("a dropout seed is one int64", {"seed": seed}))
     seed = seed.reshape(())
-    return seed & MASK32, (seed >> 32) & MASK32
+    # Inductor folds arange * constant into index arithmetic of 32 bits, silently (pytorch/pytorch#175966, open
+    # at torch 2.13). It cannot fold what depends on a tensor's content.
+    zero = seed & 0
+    c0, c1, c2, c3 = (_uint32(zero + number) for number in counter)
+    return philox4x32((c0, c1, c2, c3), (seed & MASK32, (seed >> 32) & MASK32))
