@@ -190,8 +190,8 @@ def _words(seed: Tensor, *counter: Tensor | int) -> Words:
     if seed.numel() != 1:
         raise ShapeError(message("a dropout seed is one int64", {"seed": seed}))
     seed = seed.reshape(())
-    # Inductor folds arange * constant into index arithmetic of 32 bits, silently (pytorch/pytorch#175966, open
-    # at torch 2.13). It cannot fold what depends on a tensor's content.
+    # Inductor folds arange * constant into index arithmetic of 32 bits, silently (pytorch/pytorch#175966,
+    # open at torch 2.13). It cannot fold what depends on a tensor's content.
     zero = seed & 0
     c0, c1, c2, c3 = (_uint32(zero + number) for number in counter)
     return philox4x32((c0, c1, c2, c3), (seed & MASK32, (seed >> 32) & MASK32))
