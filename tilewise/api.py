@@ -1,0 +1,361 @@
+"""The one door: validate, write the call down as (tensors, ints, floats, seed, text), hand it to the op.
+
+A call's life: `checks` looks at shapes -> `spec_text` and `Options` name the problem -> `ops.call` ->
+`problem.decode_*` -> `dispatch.choose` -> `Backend.forward`; the backward goes the same way.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise import checks
+from tilewise.errors import DTypeError, OptionError, ShapeError, message
+from tilewise.ops import Numbers, call, run_backward
+from tilewise.problem import NO_MAXIMUM, _read
+from tilewise.spec.attention import spec_text
+from tilewise.spec.masks import Mask, as_mask
+from tilewise.spec.scores import ScoreTerm, as_terms
+from tilewise.state import Partial
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+INT32 = 2**31 - 1
+
+
+class Gradients(NamedTuple):
+    """What `attention_partial_backward` gives: dq, dk, dv in the inputs' dtypes, and one entry per leaf.
+
+    `leaves` follows the float leaves of the scores and the mask in the order written (masks first);
+    None for leaves without a gradient.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    leaves: tuple[Tensor | None, ...]
+
+
+class Written(NamedTuple):
+    """A call as the op layer takes it."""
+
+    tensors: list[Tensor]
+    seed: Tensor | None
+    numbers: Numbers
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """q, k, v in autocast's dtype, where autocast is on for their device; float64 is left alone, as torch does."""
+    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensors
+    target = torch.get_autocast_dtype(kind)
+    return tuple(
+        x.to(target) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in tensors
+    )
+
+
+def _offset(name: str, value: Any, batch: int) -> tuple[str, int, list[Tensor]]:
+    """(kind, int, tensors) of a position offset."""
+    if value is None:
+        return "last", 0, []
+    if isinstance(value, Tensor):
+        checks.check_int_tensor(name, value, batch)
+        return "tensor", 0, [value.reshape(-1)]
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise OptionError(f"{name} is an int or an int tensor of shape (B,), not {value!r}")
+    if not -INT32 <= value <= INT32:
+        raise OptionError(f"{name} is {value}, and positions are int32")
+    return "int", value, []
+
+
+def _seed(q: Tensor, p: float, seed: Tensor | int | None) -> Tensor | None:
+    if p == 0.0:
+        return None
+    if seed is None:
+        return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
+    if isinstance(seed, int) and not isinstance(seed, bool):
+        seed = seed & (2**64 - 1)
+        return torch.tensor([seed - 2**64 if seed >= 2**63 else seed], dtype=torch.int64, device=q.device)
+    if not isinstance(seed, Tensor) or seed.dtype != torch.int64 or seed.numel() != 1:
+        raise OptionError("seed is an int, or an int64 tensor with one element on q's device")
+    checks.check_leaves(q, {"seed": seed})
+    return seed.reshape(1)
+
+
+def _maximum(name: str, value: Any) -> int:
+    """A stated longest length. It never changes a result, so a tensor (a sync to read) counts as not stated."""
+    if value is None or isinstance(value, Tensor):
+        return NO_MAXIMUM
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
+        raise OptionError(f"{name} is a length or None, not {value!r}")
+    return value
+
+
+class Packing(NamedTuple):
+    """The tensors and numbers that only packed calls have."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor | None
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    max_seqlen_q: int = NO_MAXIMUM
+    max_seqlen_k: int = NO_MAXIMUM
+
+
+def _packing(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, max_seqlens: tuple[Any, Any], seqused: tuple[Tensor | None, Tensor | None]
+) -> Packing:
+    for name, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if t is None and name == "cu_seqlens_k":
+            continue
+        if not isinstance(t, Tensor):
+            raise DTypeError(f"{name} is an int tensor of shape (B + 1,), not {type(t).__name__}")
+        checks.check_int_tensor(name, t)
+        if t.ndim != 1 or t.shape[0] < 1:
+            raise ShapeError(message(f"{name} has shape (B + 1,): where each sequence starts, and the end", {name: t}))
+    if cu_seqlens_k is not None and cu_seqlens_k.shape != cu_seqlens_q.shape:
+        given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        raise ShapeError(message("cu_seqlens_q and cu_seqlens_k describe the same number of sequences", given))
+    for name, used in (("seqused_q", seqused[0]), ("seqused_k", seqused[1])):
+        if used is not None:
+            checks.check_int_tensor(name, used)
+            if used.ndim != 1 or used.shape[0] != cu_seqlens_q.shape[0] - 1:
+                raise ShapeError(message(f"{name} has one length per sequence", {name: used, "cu_seqlens_q": cu_seqlens_q}))
+    maxima = _maximum("max_seqlen_q", max_seqlens[0]), _maximum("max_seqlen_k", max_seqlens[1])
+    return Packing(cu_seqlens_q, cu_seqlens_k, *seqused, *maxima)
+
+
+def _write(
+    qkv: tuple[Tensor, Tensor, Tensor], packing: Packing | None, *, mask: Any, scores: Any, sink: Tensor | None = None,
+    dropout: float = 0.0, seed: Any = None, scale: float | None = None, q_offset: Any = None, k_offset: Any = 0,
+    h_offset: int = 0, deterministic: bool | None = None, batch_invariant: bool = False, backend: str = "auto",
+    allow_quadratic: bool = False, partial: bool = False,
+) -> Written:  # fmt: skip
+    """Validate a call and write it down for the op layer."""
+    q, k, v = _autocast(*qkv)
+    checks.check_tensors(q, k, v, "dense" if packing is None else "varlen")
+    batch = q.shape[0] if packing is None else packing.cu_seqlens_q.shape[0] - 1
+    mask, terms = as_mask(mask), as_terms(scores)
+    p = checks.check_dropout(dropout)
+    factor = checks.check_scale(scale, q.shape[-1])
+    checks.check_sink(q, sink)
+    if k_offset is None:
+        raise OptionError("k_offset is an int or an int tensor of shape (B,), not None")
+    q_kind, q_number, q_tensors = _offset("q_offset", q_offset, batch)
+    k_kind, k_number, k_tensors = _offset("k_offset", k_offset, batch)
+    _, h_number, _ = _offset("h_offset", h_offset, batch) if isinstance(h_offset, int) else _refuse_h_offset(h_offset)
+    if not isinstance(backend, str):
+        raise OptionError(f"backend is a name, not {backend!r}")
+
+    mask_term = mask.term
+    leaves = [] if mask_term is None else list(mask_term.leaves)
+    ints = [] if mask_term is None else list(mask_term.ints)
+    floats = [] if mask_term is None else list(mask_term.floats)
+    for term in terms:
+        leaves += term.term.leaves
+        ints += term.term.ints
+        floats += term.term.floats
+
+    options = [f"q_offset={q_kind}"] if q_kind != "last" else []
+    options += [f"k_offset={k_kind}"] if k_kind != "int" else []
+    extra = ([] if sink is None else [sink]) + q_tensors + k_tensors
+    maxima = [NO_MAXIMUM, NO_MAXIMUM]
+    if packing is not None:
+        options.append("layout=varlen")
+        maxima = [packing.max_seqlen_q, packing.max_seqlen_k]
+        extra.append(packing.cu_seqlens_q)
+        for name, t in (("cu_seqlens_k", packing.cu_seqlens_k), ("seqused_q", packing.seqused_q), ("seqused_k", packing.seqused_k)):
+            if t is not None:
+                options.append(f"{name}=1")
+                extra.append(t)
+    flags = (("partial", partial), ("deterministic", bool(deterministic)), ("batch_invariant", batch_invariant),
+             ("allow_quadratic", allow_quadratic))  # fmt: skip
+    options += [f"{name}=1" for name, on in flags if on]
+    options += [f"backend={backend}"] if backend != "auto" else []
+
+    checks.check_leaves(q, {f"leaf {n} of mask and scores": leaf for n, leaf in enumerate(leaves)})
+    checks.check_leaves(q, {f"argument {n}": t for n, t in enumerate(extra)})
+    text = spec_text(mask, terms, sink is not None, p > 0.0) + "#" + ";".join(options)
+    ints += [q_number, k_number, h_number, 0, *maxima]
+    return Written([q, k, v, *leaves, *extra], _seed(q, p, seed), Numbers(tuple(ints), (*floats, factor, float(p)), text))
+
+
+def _refuse_h_offset(value: Any) -> tuple[str, int, list[Tensor]]:
+    raise OptionError(f"h_offset is an int, not {value!r}")
+
+
+def _finish(written: Written, return_lse: bool, out: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    result, lse = call(written.tensors, written.seed, written.numbers)
+    if out is not None:
+        if out.shape != result.shape or out.dtype != result.dtype or out.device != result.device:
+            raise ShapeError(message("out has the result's shape, dtype and device", {"out": out, "result": result}))
+        if result.requires_grad or out.requires_grad:
+            raise OptionError("out= does not support autograd\nCall under torch.no_grad(), or without out=.")
+        result = out.copy_(result)
+    return (result, lse) if return_lse else result
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Tensor | None = None, scores: ScoreTerm | Sequence[ScoreTerm] = (),
+    sink: Tensor | None = None, dropout: float = 0.0, seed: Tensor | int | None = None, scale: float | None = None,
+    q_offset: int | Tensor | None = None, k_offset: int | Tensor = 0, h_offset: int = 0, return_lse: bool = False,
+    deterministic: bool | None = None, batch_invariant: bool = False, backend: str = "auto",
+    allow_quadratic: bool = False, out: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """Exact attention: out_i = sum_j p_ij v_j, p_i = softmax_j(scale * q_i . k_j, after score terms and masks).
+
+    Args:
+        q: (B, H, N_q, D), float64, float32, float16 or bfloat16, any strides.
+        k: (B, H_kv, N_k, D), same dtype and device; H % H_kv == 0, query head h uses KV head h // (H / H_kv).
+        v: (B, H_kv, N_k, D_v).
+        mask: a Mask (`causal()`, `window(l, r)`, ... composed with & | ~) or a bool tensor, True = may attend.
+        scores: score terms (`bias`, `alibi`, `softcap`, `relative`, `custom_score`), applied in this order.
+        sink: (H,) logits of one more key per head with value 0, after all terms.
+        dropout: probability that a weight is dropped, applied as given (a module decides by its training flag).
+        seed: int or int64 tensor of one element; None draws one with torch.randint.
+        scale: factor of q.k; None is D^-1/2.
+        q_offset: position of the first query row, int or (B,); None = N_k - N_q (the last query lines up with
+            the last key), 0 = top-left.
+        k_offset, h_offset: position of the first key (int or (B,)), number of the first head (for dropout).
+        return_lse: also return the natural log of the softmax's denominator.
+        deterministic: gradients that repeat bit by bit; None follows torch.use_deterministic_algorithms.
+        batch_invariant: a sequence's bits do not depend on its neighbours.
+        backend: "auto", or a name; a named backend runs the call or raises.
+        allow_quadratic: lets "auto" take the backend that builds the N_q x N_k matrix.
+        out: where to write the result, under no_grad.
+
+    Returns:
+        out (B, H, N_q, D_v) in q's dtype, with q's dimension order where q is dense; with return_lse also
+        lse (B, H, N_q), float32 (float64 for float64). A row that sees no key has out = 0 and lse = -inf.
+        Both are differentiable in q, k, v, sink and the float leaves of the score terms.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, OptionError, SpecError: arguments that do not fit.
+        UnsupportedProblem: a named backend does not take this problem.
+
+    Source: Dao et al., FlashAttention, 2022, https://arxiv.org/abs/2205.14135.
+    """
+    written = _write(
+        (q, k, v), None, mask=mask, scores=scores, sink=sink, dropout=dropout, seed=seed, scale=scale, q_offset=q_offset,
+        k_offset=k_offset, h_offset=h_offset, deterministic=deterministic, batch_invariant=batch_invariant,
+        backend=backend, allow_quadratic=allow_quadratic,
+    )  # fmt: skip
+    return _finish(written, return_lse, out)
+
+
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *,
+    max_seqlen_q: int | Tensor | None = None, max_seqlen_k: int | Tensor | None = None,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    mask: Mask | Tensor | None = None, scores: ScoreTerm | Sequence[ScoreTerm] = (), sink: Tensor | None = None,
+    dropout: float = 0.0, seed: Tensor | int | None = None, scale: float | None = None,
+    q_offset: int | Tensor | None = None, k_offset: int | Tensor = 0, h_offset: int = 0, return_lse: bool = False,
+    deterministic: bool | None = None, batch_invariant: bool = False, backend: str = "auto",
+    allow_quadratic: bool = False, out: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """Attention over packed sequences; sequence b is tokens cu_seqlens[b] to cu_seqlens[b + 1].
+
+    Args:
+        q: (T_q, H, D). k: (T_k, H_kv, D). v: (T_k, H_kv, D_v).
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 or int64; cu_seqlens_k None takes cu_seqlens_q for both.
+        max_seqlen_q, max_seqlen_k: accepted as a hint; they never change a result. An int, a tensor or None.
+        seqused_q, seqused_k: (B,) used lengths, at most the sequence's own.
+        The other arguments are those of `attention`. Positions, rows and columns are those inside the
+        sequence, b is the sequence's number; q_offset None is used length_k - used length_q per sequence.
+
+    Returns:
+        out (T_q, H, D_v); with return_lse also lse (H, T_q). A token outside every sequence or beyond the
+        used length has out = 0 and lse = -inf, and no gradient.
+
+    Raises:
+        As `attention`; ShapeError for cu_seqlens that fall or leave the tensor (looked at on the CPU; on a
+        GPU they are clamped to the tensor).
+    """
+    packing = _packing(cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), (seqused_q, seqused_k))
+    written = _write(
+        (q, k, v), packing, mask=mask, scores=scores, sink=sink, dropout=dropout, seed=seed, scale=scale, q_offset=q_offset,
+        k_offset=k_offset, h_offset=h_offset, deterministic=deterministic, batch_invariant=batch_invariant,
+        backend=backend, allow_quadratic=allow_quadratic,
+    )  # fmt: skip
+    return _finish(written, return_lse, out)
+
+
+def attention_partial(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None, **options: Any,
+) -> Partial:  # fmt: skip
+    """Attention over some of the keys, ready to be merged: Partial(out, lse), out in float32 (float64 for float64).
+
+    Takes the options of `attention` except sink, return_lse and out; with cu_seqlens_q the tensors are packed
+    as in `attention_varlen`. Give `q_offset` and `k_offset` so that positions are those of the whole problem.
+    `merge(*parts).finalize(sink, dtype)` is attention over all keys. Differentiable.
+
+    Raises: as `attention`; TypeError for an unknown option.
+    """
+    written = _write((q, k, v), _optional_packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), partial=True,
+                     **_partial_options(options))  # fmt: skip
+    return Partial(*call(written.tensors, written.seed, written.numbers))
+
+
+def attention_partial_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None = None, *,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None, **options: Any,
+) -> Gradients:  # fmt: skip
+    """Gradients that one subset of the keys contributes, given the out and lse of the whole problem.
+
+    The sums over disjoint subsets are the gradients of the whole (dq and leaves add up; dk and dv belong to
+    their keys). With a sink, lse includes it.
+
+    Args:
+        q, k, v: as in `attention_partial`, with the same options.
+        out, lse: the global results, of attention's shapes.
+        do, dlse: gradients of out and, if lse was used, of lse.
+
+    Returns: Gradients(dq, dk, dv, leaves).
+    Raises: as `attention`; ShapeError where out, lse, do or dlse do not have the call's shapes.
+    """
+    written = _write((q, k, v), _optional_packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), partial=True,
+                     **_partial_options(options))  # fmt: skip
+    from tilewise.problem import decode_problem
+
+    problem = decode_problem(*written.tensors[:3], written.tensors[3:], written.numbers.text)
+    for name, t, shape in (
+        ("out", out, problem.out_shape), ("do", do, problem.out_shape), ("lse", lse, problem.lse_shape), ("dlse", dlse, problem.lse_shape),
+    ):  # fmt: skip
+        if t is not None and tuple(t.shape) != shape:
+            raise ShapeError(message(f"{name} has shape {shape}", {name: t, "q": q, "v": v}))
+    spec, _ = _read(written.numbers.text)
+    needs = [True] * 3 + [leaf.kind == "float" for leaf in spec.leaves]
+    needs += [False] * (len(written.tensors) - len(needs))
+    with torch.no_grad():
+        found = run_backward(written.tensors, written.seed, written.numbers, (out, lse), (do, dlse), needs)
+    rest = iter(found[3:])
+    return Gradients(*found[:3], tuple(next(rest) if need else None for need in needs[3 : 3 + len(spec.leaves)]))
+
+
+_PARTIAL_OPTIONS = frozenset(
+    "mask scores dropout seed scale q_offset k_offset h_offset deterministic batch_invariant backend allow_quadratic".split()
+)
+
+
+def _partial_options(options: dict[str, Any]) -> dict[str, Any]:
+    unknown = sorted(set(options) - _PARTIAL_OPTIONS)
+    if unknown:
+        raise TypeError(f"attention_partial has no option {', '.join(unknown)}; it takes {', '.join(sorted(_PARTIAL_OPTIONS))}")
+    return {"mask": None, "scores": (), **options}
+
+
+def _optional_packing(
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seqused_q: Tensor | None, seqused_k: Tensor | None
+) -> Packing | None:
+    if cu_seqlens_q is None:
+        if cu_seqlens_k is not None or seqused_q is not None or seqused_k is not None:
+            raise OptionError("cu_seqlens_k, seqused_q and seqused_k belong to packed tensors, which give cu_seqlens_q")
+        return None
+    return _packing(cu_seqlens_q, cu_seqlens_k, (None, None), (seqused_q, seqused_k))

@@ -1,0 +1,194 @@
+"""What a call must satisfy. `check_tensors` looks at shapes and types, `check_values` at leaves and lengths.
+
+Values are read on the CPU only. Elsewhere lengths are clamped to their tensors and never trusted, since a
+look would be a synchronisation.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tilewise.dtypes import lookup
+from tilewise.errors import DeviceError, DTypeError, OptionError, ShapeError, message
+from tilewise.spec import expression as ex
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tilewise.problem import Inputs, Problem
+    from tilewise.spec.attention import AttentionSpec
+
+DENSE = {"q": "(B, H, N_q, D)", "k": "(B, H_kv, N_k, D)", "v": "(B, H_kv, N_k, D_v)"}
+PACKED = {"q": "(T_q, H, D)", "k": "(T_k, H_kv, D)", "v": "(T_k, H_kv, D_v)"}
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
+    """Raise ShapeError, DTypeError or DeviceError unless q, k and v fit together."""
+    given = {"q": q, "k": k, "v": v}
+    for name, t in given.items():
+        if not isinstance(t, Tensor):
+            raise DTypeError(f"{name} is a tensor, not {type(t).__name__}")
+    expected = PACKED if layout == "varlen" else DENSE
+    rank = 3 if layout == "varlen" else 4
+    if q.ndim != rank or k.ndim != rank or v.ndim != rank:
+        wanted = ", ".join(f"{name} {shape}" for name, shape in expected.items())
+        raise ShapeError(message(f"q, k and v have {rank} dimensions: {wanted}", given))
+    if not (q.dtype == k.dtype == v.dtype):
+        raise DTypeError(
+            message("q, k and v have one dtype", given, "Convert them, or run under torch.autocast, which does.")
+        )
+    lookup(q.dtype)
+    if not (q.device == k.device == v.device):
+        raise DeviceError(message("q, k and v are on one device", given))
+    token, head = (0, 1) if layout == "varlen" else (2, 1)
+    if layout == "dense" and not (q.shape[0] == k.shape[0] == v.shape[0]):
+        raise ShapeError(message("q, k and v have one batch size B", given))
+    if q.shape[-1] != k.shape[-1]:
+        raise ShapeError(message("q and k have one head size D", given))
+    if k.shape[token] != v.shape[token]:
+        raise ShapeError(message("k and v have one length N_k", given))
+    heads, heads_kv = q.shape[head], k.shape[head]
+    if heads_kv != v.shape[head]:
+        raise ShapeError(message("k and v have one number of heads H_kv", given))
+    if (heads % heads_kv if heads_kv else heads) != 0:
+        raise ShapeError(message("H is a multiple of H_kv: each KV head serves H / H_kv query heads", given))
+
+
+def check_leaves(q: Tensor, leaves: Mapping[str, Tensor | None]) -> None:
+    """Raise DeviceError unless every tensor of the call is on q's device."""
+    for name, leaf in leaves.items():
+        if leaf is not None and leaf.device != q.device:
+            raise DeviceError(message(f"{name} is on q's device", {"q": q, name: leaf}, f"Move it: {name}.to(q.device)."))
+
+
+def check_sink(q: Tensor, sink: Tensor | None) -> None:
+    """Raise unless sink is one floating-point logit per query head."""
+    if sink is None:
+        return
+    if not sink.is_floating_point():
+        raise DTypeError(message("sink holds floating-point logits", {"sink": sink}))
+    if sink.ndim != 1 or sink.shape[0] != q.shape[1]:
+        raise ShapeError(message("sink has one logit per query head, shape (H,)", {"sink": sink, "q": q}))
+
+
+def check_dropout(p: float) -> float:
+    """p as a float.  Raises OptionError outside [0, 1]."""
+    if isinstance(p, (bool, Tensor)) or not isinstance(p, (int, float, torch.SymFloat)) or not 0.0 <= p <= 1.0:
+        raise OptionError(f"dropout is a probability from 0 to 1, not {p!r}")
+    return p
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """The factor of q.k; None is D^-1/2."""
+    if scale is None:
+        return head_dim**-0.5 if head_dim else 1.0
+    if isinstance(scale, Tensor) or not isinstance(scale, (int, float, torch.SymFloat)) or not math.isfinite(scale):
+        raise OptionError(
+            f"scale is a finite number, not {scale!r}\nA learned scale is a factor of q, or a score term: "
+            "tilewise.custom_score(lambda s, t: s * t, tensor)."
+        )
+    return float(scale)
+
+
+def check_int_tensor(name: str, t: Tensor, length: int | None = None) -> None:
+    """Raise unless t is a 1-d (or one-element) integer tensor, of the given length if one is given."""
+    if t.is_floating_point() or t.is_complex() or t.dtype == torch.bool:
+        raise DTypeError(message(f"{name} holds integers", {name: t}))
+    if t.ndim > 1 or (length is not None and t.numel() not in (1, length)):
+        size = "B" if length is None else length
+        raise ShapeError(message(f"{name} has shape ({size},)", {name: t}))
+
+
+# ---- values --------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=512)
+def _leaf_extents(spec: AttentionSpec) -> tuple[tuple[int, int, str, ex.Node | None], ...]:
+    """(leaf, dimension, variable, divisor) for each index that is a bare variable, or one divided by a number."""
+    found = set()
+    for keep in (spec.keep, spec.score):
+        for site in ex.loads(keep) if keep is not None else ():
+            for dim, index in enumerate(site.args):
+                divisor = None
+                if index.op == "floordiv" and index.args[1].op in ("const", "int_scalar"):
+                    index, divisor = index.args
+                if index.op == "var" and index.value in "bhgij":
+                    found.add((int(site.value), dim, str(index.value), divisor))  # type: ignore[arg-type]
+    return tuple(sorted(found, key=lambda x: x[:3]))
+
+
+def _longest(cu_seqlens: Tensor | None, used: Tensor | None, total: int) -> int | None:
+    """Longest sequence of a packed call, if that can be seen without a sync."""
+    if cu_seqlens is None or cu_seqlens.device.type != "cpu":
+        return None
+    return max(_lengths(cu_seqlens), default=0)
+
+
+def _lengths(cu_seqlens: Tensor) -> list[int]:
+    edges = cu_seqlens.tolist()
+    return [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
+
+
+def _check_cu_seqlens(name: str, t: Tensor | None, tokens: str, total: int) -> None:
+    if t is None or t.device.type != "cpu":
+        return
+    edges = t.tolist()
+    if edges[0] < 0 or edges[-1] > total or any(n < 0 for n in _lengths(t)):
+        raise ShapeError(
+            f"{name} rises from 0 or more to at most {tokens} = {total}\n  {name} : {edges[:12]}{'...' if len(edges) > 12 else ''}"
+        )
+
+
+def _check_used(name: str, used: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    if used is None or cu_seqlens is None or used.device.type != "cpu" or cu_seqlens.device.type != "cpu":
+        return
+    for b, (u, n) in enumerate(zip(used.tolist(), _lengths(cu_seqlens), strict=True)):
+        if not 0 <= u <= n:
+            raise ShapeError(f"{name} is from 0 to the sequence's length\n  sequence {b}: {u} used of {n}")
+
+
+def check_values(problem: Problem, inputs: Inputs) -> None:
+    """Raise ShapeError for lengths that leave their tensor and for leaves that do not fit the call."""
+    shape = problem.shape
+    longest_q: int | None = shape.seqlen_q
+    longest_k: int | None = shape.seqlen_k
+    if problem.options.layout == "varlen":
+        _check_cu_seqlens("cu_seqlens_q", inputs.cu_seqlens_q, "T_q", shape.seqlen_q)
+        _check_cu_seqlens("cu_seqlens_k", inputs.cu_seqlens_k, "T_k", shape.seqlen_k)
+        _check_used("seqused_q", inputs.seqused_q, inputs.cu_seqlens_q)
+        _check_used("seqused_k", inputs.seqused_k, inputs.cu_seqlens_k)
+    if not inputs.leaves:
+        return
+    if problem.options.layout == "varlen":
+        longest_q = _longest(inputs.cu_seqlens_q, inputs.seqused_q, shape.seqlen_q)
+        longest_k = _longest(inputs.cu_seqlens_k, inputs.seqused_k, shape.seqlen_k)
+    sizes = {"b": shape.batch, "h": shape.num_heads_q, "g": shape.num_heads_kv, "i": longest_q, "j": longest_k}
+    for slot, dim, name, divisor in _leaf_extents(problem.spec):
+        needed = sizes[name]
+        if needed is None:
+            continue
+        if divisor is not None:
+            number = int(divisor.value if divisor.op == "const" else inputs.ints[divisor.value])  # type: ignore[arg-type, index]
+            needed = -(-needed // number) if number > 0 else needed
+        size = inputs.leaves[slot].shape[dim]
+        packed_longer = problem.options.layout == "varlen" and name in "ij" and size >= needed
+        if size not in (1, needed) and not packed_longer:
+            _refuse_leaf(problem, inputs, (slot, dim, name), needed)
+
+
+def _refuse_leaf(problem: Problem, inputs: Inputs, where: tuple[int, int, str], needed: int) -> None:
+    slot, dim, name = where
+    meaning = {"b": "batch", "h": "query head", "g": "KV head", "i": "row", "j": "column"}[name]
+    leaf = inputs.leaves[slot]
+    raise ShapeError(
+        message(
+            f"leaf {slot} of {'+'.join(problem.spec.names)} is indexed by {meaning} in dimension {dim}, "
+            f"whose size is 1 or {needed}, not {leaf.shape[dim]}",
+            {f"leaf {slot}": leaf, "q": inputs.q, "k": inputs.k},
+        )
+    )
