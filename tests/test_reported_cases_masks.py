@@ -1,4 +1,4 @@
-"""Reported faults of masks: empty rows, sentinels, NaN behind a mask, alignment, windows, shapes, polarity."""
+"""Reported faults of masks: empty rows, sentinels, NaN behind a mask, alignment, windows, polarity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reported faults of sizes: empty tensors, tail tiles, head dims, grouped heads, huge batches, and strides."""
+"""Reported faults of sizes: empty tensors, tail tiles, head dims, grouped heads, huge batches, strides."""
 
 from __future__ import annotations
 
