@@ -109,6 +109,11 @@ def element(leaf: torch.Tensor, index: tuple[int, ...]) -> tuple[int, ...]:
 
 def value_at(root, point: dict, leaves=(), ints=(), floats=()):
     """The tree's value where the variables have the values in `point`."""
+    return values_at(root, point, leaves, ints, floats)[root]
+
+
+def values_at(root, point: dict, leaves=(), ints=(), floats=()) -> dict:
+    """The value of every node of the tree."""
     known = {}
     for node in ex.topological(root):
         args = tuple(known[a] for a in node.args)
@@ -125,7 +130,7 @@ def value_at(root, point: dict, leaves=(), ints=(), floats=()):
         else:
             rules = INT_RULES if node.type == "int" else FLOAT_RULES
             known[node] = (rules.get(node.op) or SHARED_RULES[node.op])(*args)
-    return known[root]
+    return known
 
 
 # ---- trees -------------------------------------------------------------------------------------------------
