@@ -177,6 +177,7 @@ class Attention(torch.autograd.Function):
         if (do is None and dlse is None) or not any(needs):
             return (None,) * (2 + len(tensors))
         do = torch.zeros_like(out) if do is None else do
+        _refuse_old_vmap(do, dlse)
         found = iter(Backward.apply(ctx.numbers, needs, seed, out.detach(), lse.detach(), do, dlse, *tensors))
         return (None, None, *(next(found) if need else None for need in needs))
 
@@ -190,6 +191,17 @@ class Attention(torch.autograd.Function):
         from tilewise.vmap import batch_forward
 
         return batch_forward(Attention, info, in_dims, numbers, seed, *tensors)
+
+
+def _refuse_old_vmap(*grads: Tensor | None) -> None:
+    """torch.autograd's own batching (is_grads_batched, vectorize=True) reaches no Function; torch.func does."""
+    if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grads):
+        from tilewise.errors import UnsupportedProblem
+
+        raise UnsupportedProblem(
+            "is_grads_batched=True and vectorize=True use an older vmap that cannot batch this function\n"
+            "Use torch.func.vjp under torch.func.vmap, or torch.func.jacrev."
+        )
 
 
 class Backward(torch.autograd.Function):
