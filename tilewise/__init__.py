@@ -18,6 +18,7 @@ from tilewise.errors import (
     TilewiseError,
     UnsupportedProblem,
 )
+from tilewise.plan import Plan, explain
 from tilewise.spec.attention import AttentionSpec
 from tilewise.spec.custom import custom, custom_score
 from tilewise.spec.dropout import dropout_mask
@@ -41,9 +42,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionSpec", "DTypeError", "DeviceError", "Gradients", "Mask", "OnlineSoftmaxState", "OptionError", "Partial",
-    "ScoreTerm", "ShapeError", "SlowPathWarning", "SpecError", "TilewiseError", "UnsupportedProblem", "alibi",
+    "Plan", "ScoreTerm", "ShapeError", "SlowPathWarning", "SpecError", "TilewiseError", "UnsupportedProblem", "alibi",
     "alibi_slopes", "attention", "attention_partial", "attention_partial_backward", "attention_varlen", "bias",
     "block_sparse", "causal", "chunk", "config", "custom", "custom_score", "dense", "document", "dropout_mask", "exp",
-    "exp2", "key_padding", "log", "log2", "maximum", "merge", "minimum", "prefix", "relative", "sink_tokens",
+    "exp2", "explain", "key_padding", "log", "log2", "maximum", "merge", "minimum", "prefix", "relative", "sink_tokens",
     "softcap", "stream", "t5_bucket", "tanh", "where", "window",
 ]  # fmt: skip

@@ -26,13 +26,16 @@ class Reason(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a backend would run a problem: tile sizes, loop order, splits of the keys, workspace in bytes."""
+    """How a backend would run a problem: tile sizes, loop order, splits of the keys, workspace in bytes.
+
+    builds_matrix: whether the N_q x N_k scores exist in memory."""
 
     block_q: int
     block_k: int
     loop: str
     splits: int = 1
     workspace_bytes: int = 0
+    builds_matrix: bool = False
     notes: tuple[str, ...] = ()
 
 

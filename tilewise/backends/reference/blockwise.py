@@ -142,7 +142,7 @@ class Blockwise:
             linear = size * tokens * (q_side + k_side)
         return Schedule(
             blocks.block_q, blocks.block_k, "rows outer, columns inner", 1, tiles + linear,
-            ("torch operations on one tile at a time",),
+            notes=("torch operations on one tile at a time",),
         )  # fmt: skip
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ class Naive:
         s = problem.shape
         size = 8 if problem.compute_dtype == torch.float64 else 4
         matrix = size * max(s.batch, 1) * s.num_heads_q * s.seqlen_q * s.seqlen_k
-        return Schedule(s.seqlen_q, s.seqlen_k, "one tile", 1, (6 if problem.needs_grad else 4) * matrix)
+        return Schedule(s.seqlen_q, s.seqlen_k, "one tile", 1, (6 if problem.needs_grad else 4) * matrix, True)
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         out = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype).zero_()
