@@ -109,6 +109,7 @@ class _Reader:
                 raise SpecError(f"not a leaf type: {kind!r}")
             types.append(LeafType(found[1], int(found[2])))
         root = ex.parse(statements, {n: t.kind for n, t in enumerate(types)})
+        _check_slots(root, types, int(ints), int(floats))
         root = _shift(root, len(self.leaves), self.ints, self.floats)
         self.leaves += types
         self.ints += int(ints)
@@ -120,7 +121,10 @@ class _Reader:
         if self.take("~"):
             return ex.apply("not", self.mask())
         if not self.take("("):
-            return self.atom()
+            keep = self.atom()
+            if keep.type != "bool" or "s" in ex.variables(keep):
+                raise SpecError(f"a mask is a condition that does not read s: {keep!r}")
+            return keep
         left = self.mask()
         op = "and" if self.take(" & ") else "or"
         if op == "or":
@@ -128,6 +132,19 @@ class _Reader:
         right = self.mask()
         self.expect(")")
         return ex.apply(op, left, right)
+
+
+def _check_slots(root: ex.Node, leaves: list[LeafType], num_ints: int, num_floats: int) -> None:
+    """Raises SpecError if the atom reads a slot it does not declare, or a leaf with too few or many indices."""
+    for node in ex.topological(root):
+        if node.op == "load":
+            fits = len(node.args) == leaves[int(node.value)].ndim  # type: ignore[arg-type]
+        elif node.op in ("int_scalar", "float_scalar"):
+            fits = int(node.value) < (num_ints if node.op == "int_scalar" else num_floats)  # type: ignore[arg-type]
+        else:
+            continue
+        if not fits:
+            raise SpecError(f"an atom reads what it does not declare: {node!r}")
 
 
 def _shift(root: ex.Node, leaves: int, ints: int, floats: int) -> ex.Node:
