@@ -65,7 +65,8 @@ class AttentionSpec:
 def spec_text(mask: Mask, scores: tuple[ScoreTerm, ...], sink: bool, dropout: bool) -> str:
     """Canonical text of a call's spec."""
     term = mask.term
-    parts = [VERSION, f"mask={term.text if term else ''}", f"scores={'+'.join([s.term.text for s in scores])}"]
+    folded = "+".join([s.term.text for s in scores])
+    parts = [VERSION, f"mask={term.text if term else ''}", f"scores={folded}"]
     if sink:
         parts.append("sink")
     if dropout:
@@ -135,7 +136,7 @@ class _Reader:
 
 
 def _check_slots(root: ex.Node, leaves: list[LeafType], num_ints: int, num_floats: int) -> None:
-    """Raises SpecError if the atom reads a slot it does not declare, or a leaf with too few or many indices."""
+    """Raises SpecError if the atom reads what it does not declare, or a leaf with too few or many indices."""
     for node in ex.topological(root):
         if node.op == "load":
             fits = len(node.args) == leaves[int(node.value)].ndim  # type: ignore[arg-type]
