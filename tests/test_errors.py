@@ -9,7 +9,11 @@ import tilewise as tw
 
 
 def qkv(b=2, h=4, hkv=2, n=5, m=7, d=8, dv=6, dtype=torch.float32):
-    return torch.zeros(b, h, n, d, dtype=dtype), torch.zeros(b, hkv, m, d, dtype=dtype), torch.zeros(b, hkv, m, dv, dtype=dtype)
+    return (
+        torch.zeros(b, h, n, d, dtype=dtype),
+        torch.zeros(b, hkv, m, d, dtype=dtype),
+        torch.zeros(b, hkv, m, dv, dtype=dtype),
+    )
 
 
 def call(q, k, v, **options):
@@ -31,11 +35,20 @@ SHAPES = {
     "bias rank": (lambda: call(q0, k0, v0, scores=tw.bias(torch.zeros(1, 1, 1, 5, 7))), "four dimensions"),
     "slopes": (lambda: call(q0, k0, v0, scores=tw.alibi(torch.zeros(5))), "indexed by query head"),
     "table": (lambda: call(q0, k0, v0, scores=tw.relative(torch.zeros(4, 6))), "odd"),
-    "document": (lambda: call(q0, k0, v0, mask=tw.document(torch.zeros(7, dtype=torch.int32))), "indexed by row"),
+    "document": (
+        lambda: call(q0, k0, v0, mask=tw.document(torch.zeros(7, dtype=torch.int32))),
+        "indexed by row",
+    ),
     "padding": (lambda: call(q0, k0, v0, mask=tw.key_padding(torch.tensor([1, 2, 3]))), "indexed by batch"),
-    "layout": (lambda: call(q0, k0, v0, mask=tw.block_sparse(torch.ones(5, 5, dtype=torch.bool), 2)), "indexed by"),
+    "layout": (
+        lambda: call(q0, k0, v0, mask=tw.block_sparse(torch.ones(5, 5, dtype=torch.bool), 2)),
+        "indexed by",
+    ),
     "q_offset": (lambda: call(q0, k0, v0, q_offset=torch.tensor([1, 2, 3])), "q_offset has shape"),
-    "own leaf": (lambda: call(q0, k0, v0, mask=tw.custom(lambda b, t: t[b] > 0, torch.ones(3))), "indexed by batch"),
+    "own leaf": (
+        lambda: call(q0, k0, v0, mask=tw.custom(lambda b, t: t[b] > 0, torch.ones(3))),
+        "indexed by batch",
+    ),
 }
 OPTIONS = {
     "dropout": (lambda: call(q0, k0, v0, dropout=1.5), "probability"),
@@ -142,7 +155,9 @@ def test_bad_packed_arguments():
         tw.attention_partial(q0, k0, v0, sink=torch.zeros(4))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs two devices; the meta device has its own rule")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs two devices; the meta device has its own rule"
+)
 def test_mixed_devices():
     with pytest.raises(tw.DeviceError, match="one device"):
         call(q0.cuda(), k0, v0)

@@ -76,7 +76,9 @@ class MultiheadAttention(nn.Module):
             raise OptionError(f"num_heads ({num_heads}) is a multiple of num_heads_kv ({heads_kv})")
         if head_dim is None:
             if embed_dim % num_heads:
-                raise OptionError(f"embed_dim ({embed_dim}) is a multiple of num_heads ({num_heads}), or give head_dim")
+                raise OptionError(
+                    f"embed_dim ({embed_dim}) is a multiple of num_heads ({num_heads}), or give head_dim"
+                )
             head_dim = embed_dim // num_heads
         self.num_heads, self.num_heads_kv, self.head_dim = num_heads, heads_kv, head_dim
         self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias=bias)

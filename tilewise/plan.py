@@ -118,7 +118,10 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Plan:
     if options.get("cu_seqlens_q") is not None:
         maxima = options.get("max_seqlen_q"), options.get("max_seqlen_k")
         packing = api._packing(
-            options["cu_seqlens_q"], options.get("cu_seqlens_k"), maxima, (options.get("seqused_q"), options.get("seqused_k"))
+            options["cu_seqlens_q"],
+            options.get("cu_seqlens_k"),
+            maxima,
+            (options.get("seqused_q"), options.get("seqused_k")),
         )
     if used.get("dropout"):
         used["seed"] = used.get("seed") if used.get("seed") is not None else 0
@@ -162,7 +165,7 @@ def _plan(problem: Problem, inputs: Inputs) -> Plan:
     return Plan(
         backend=taken,
         candidates=tuple((name, tuple(str(r) for r in reasons)) for name, reasons in asked),
-        spec=(*problem.spec.names, *(["sink"] if problem.spec.sink else []), *(["dropout"] if problem.spec.dropout else [])),
+        spec=(*problem.spec.names, *["sink"] * problem.spec.sink, *["dropout"] * problem.spec.dropout),
         problem={**shape._asdict(), "dtype": str(problem.dtype).removeprefix("torch."), "device": problem.device_type,
                  "layout": problem.options.layout},
         schedule=schedule,
@@ -171,7 +174,9 @@ def _plan(problem: Problem, inputs: Inputs) -> Plan:
         flops=attention_flops(visited, shape.head_dim, shape.head_dim_v, heads),
         bytes_ordinary=_ordinary(problem, every, q_tokens, itemsize),
         bytes_tiled=bytes_tiled(**sizes, block_q=max(block_q, 1), key_rows_read=rows_read) if q_tokens else 0,
-        matrix_bytes_avoided=0 if schedule and schedule.builds_matrix else matrix_bytes_avoided(1, heads, every, 1, itemsize),
+        matrix_bytes_avoided=(
+            0 if schedule and schedule.builds_matrix else matrix_bytes_avoided(1, heads, every, 1, itemsize)
+        ),
         workspace_bytes=schedule.workspace_bytes if schedule else 0,
     )  # fmt: skip
 
@@ -181,17 +186,32 @@ def _ordinary(problem: Problem, every: int, q_tokens: int, itemsize: int) -> int
     shape = problem.shape
     per_token = (shape.head_dim + shape.head_dim_v) * itemsize
     k_tokens = shape.seqlen_k * (1 if problem.options.layout == "varlen" else shape.batch)
-    one = bytes_ordinary(batch=1, num_heads_q=1, num_heads_kv=1, seqlen_q=1, seqlen_k=1, head_dim=0, head_dim_v=0, itemsize=itemsize)
-    return every * shape.num_heads_q * one + (q_tokens * shape.num_heads_q + k_tokens * shape.num_heads_kv) * per_token
+    one = bytes_ordinary(
+        batch=1,
+        num_heads_q=1,
+        num_heads_kv=1,
+        seqlen_q=1,
+        seqlen_k=1,
+        head_dim=0,
+        head_dim_v=0,
+        itemsize=itemsize,
+    )
+    return (
+        every * shape.num_heads_q * one
+        + (q_tokens * shape.num_heads_q + k_tokens * shape.num_heads_kv) * per_token
+    )
 
 
-def _count_tiles(problem: Problem, inputs: Inputs, segment: Segment, schedule: Schedule) -> tuple[list[int], int]:
+def _count_tiles(
+    problem: Problem, inputs: Inputs, segment: Segment, schedule: Schedule
+) -> tuple[list[int], int]:
     """(EMPTY, PARTIAL, FULL) counts of one batch entry of a segment, and the pairs in tiles that are not EMPTY."""
     if segment.seqlen_q == 0 or segment.seqlen_k == 0:
         return [0, 0, 0], 0
     grid = TileGrid(
         max(schedule.block_q, 1), max(schedule.block_k, 1), segment.seqlen_q, segment.seqlen_k,
-        *span(segment.q_offset), *span(segment.k_offset), segment.first_batch, segment.first_batch + segment.entries - 1,
+        *span(segment.q_offset), *span(segment.k_offset),
+        segment.first_batch, segment.first_batch + segment.entries - 1,
         problem.shape.num_heads_q, problem.shape.num_heads_kv,
     )  # fmt: skip
     classes = classify_tiles(problem.spec.keep, grid, inputs.leaves, inputs.ints, inputs.floats)

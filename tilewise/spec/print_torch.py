@@ -48,7 +48,9 @@ class Env:
         return torch.tensor(self.floats[slot], dtype=self.dtype)
 
     def const(self, value: float | int | bool) -> Tensor:
-        kind = torch.bool if isinstance(value, bool) else torch.int32 if isinstance(value, int) else self.dtype
+        kind = (
+            torch.bool if isinstance(value, bool) else torch.int32 if isinstance(value, int) else self.dtype
+        )
         return torch.tensor(value, dtype=kind)
 
     def to_float(self, x: Tensor) -> Tensor:
@@ -97,7 +99,7 @@ def _direct(env: Env, leaf: Tensor, names: tuple[str, ...]) -> tuple[slice, ...]
         low, high = env.ranges[name]
         if size == 1:
             slices.append(slice(0, 1))
-        elif 0 <= low and high <= size:
+        elif low >= 0 and high <= size:
             slices.append(slice(low, high))
         else:
             return None
@@ -219,7 +221,9 @@ def source(roots: tuple[ex.Node, ...], index_sites: tuple[ex.Node, ...] = ()) ->
 
 
 @functools.lru_cache(maxsize=1024)
-def compile_torch(roots: tuple[ex.Node, ...], index_sites: tuple[ex.Node, ...] = ()) -> Callable[[Env], tuple]:
+def compile_torch(
+    roots: tuple[ex.Node, ...], index_sites: tuple[ex.Node, ...] = ()
+) -> Callable[[Env], tuple]:
     """A function from Env to the values of the roots.
 
     index_sites: loads whose index values are left in `env.indices`, for `accumulate`.
@@ -231,5 +235,5 @@ def compile_torch(roots: tuple[ex.Node, ...], index_sites: tuple[ex.Node, ...] =
         "torch": torch, "read": read, "floordiv": floordiv, "mod": mod, "minimum": minimum, "maximum": maximum,
         "index_nodes": [a for site in index_sites for a in site.args],
     }  # fmt: skip
-    exec(compile(text, filename, "exec"), scope)  # noqa: S102  # our own printer's output; holds arithmetic only
+    exec(compile(text, filename, "exec"), scope)  # our own printer's output; holds arithmetic only
     return scope["fold"]  # type: ignore[return-value]

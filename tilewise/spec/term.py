@@ -39,7 +39,9 @@ class Term(NamedTuple):
         )
 
 
-def atom_text(name: str, leaves: tuple[tuple[str, int], ...], num_ints: int, num_floats: int, root: ex.Node) -> str:
+def atom_text(
+    name: str, leaves: tuple[tuple[str, int], ...], num_ints: int, num_floats: int, root: ex.Node
+) -> str:
     """Text of one atom."""
     kinds = ",".join(f"{kind}{ndim}" for kind, ndim in leaves)
     return f"{name}[{kinds};{num_ints};{num_floats}]{{{ex.to_text(root)}}}"

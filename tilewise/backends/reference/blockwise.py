@@ -66,7 +66,9 @@ def span(offset: int | Tensor) -> tuple[int, int]:
     return int(low), int(high)
 
 
-def tile_classes(problem: Problem, inputs: Inputs, segment: Segment, blocks: Blocks) -> list[list[int]] | None:
+def tile_classes(
+    problem: Problem, inputs: Inputs, segment: Segment, blocks: Blocks
+) -> list[list[int]] | None:
     """EMPTY, PARTIAL or FULL for each tile of a segment; None if there is no mask."""
     if problem.spec.keep is None:
         return None
@@ -94,7 +96,9 @@ class Walk:
     def segments(self) -> Iterator[Segment]:
         return segments(self.problem, self.inputs, self.blocks.entries)
 
-    def row_tiles(self, segment: Segment) -> Iterator[tuple[tuple[int, int], list[tuple[tuple[int, int], int]]]]:
+    def row_tiles(
+        self, segment: Segment
+    ) -> Iterator[tuple[tuple[int, int], list[tuple[tuple[int, int], int]]]]:
         """Each range of rows with its ranges of columns and their classes, EMPTY ones left out."""
         classes = tile_classes(self.problem, self.inputs, segment, self.blocks) if segment.seqlen_k else None
         columns = _ranges(segment.seqlen_k, self.blocks.block_k)
@@ -162,7 +166,12 @@ class Blockwise:
         return out, lse
 
     def backward(
-        self, problem: Problem, inputs: Inputs, saved: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor | None], needs: Needs
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        saved: tuple[Tensor, Tensor],
+        grads: tuple[Tensor, Tensor | None],
+        needs: Needs,
     ) -> Gradients:
         return _Backward(problem, inputs, saved, grads, needs).run()
 
@@ -184,7 +193,11 @@ def hide(walk: Walk, s: Tensor, kind: int) -> Tensor:
 
 
 def _forward_rows(
-    walk: Walk, segment: Segment, rows: tuple[int, int], columns: list[tuple[tuple[int, int], int]], guarded: bool
+    walk: Walk,
+    segment: Segment,
+    rows: tuple[int, int],
+    columns: list[tuple[tuple[int, int], int]],
+    guarded: bool,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of one tile of rows: absorb its tiles of columns one after another."""
     problem, inputs = walk.problem, walk.inputs
@@ -232,7 +245,7 @@ def finish(m: Tensor, l: Tensor, acc: Tensor, sink: Tensor | None) -> tuple[Tens
 class _Backward:
     """The backward pass of one call: dq, dk, dv and the leaves' gradients, accumulated in float32 tile by tile."""
 
-    def __init__(self, problem: Problem, inputs: Inputs, saved, grads, needs: Needs) -> None:  # noqa: ANN001
+    def __init__(self, problem: Problem, inputs: Inputs, saved, grads, needs: Needs) -> None:
         self.walk = Walk(problem, inputs)
         self.problem, self.inputs, self.needs = problem, inputs, needs
         (out, lse), (do, dlse) = saved, grads
@@ -244,13 +257,17 @@ class _Backward:
         self.delta = uniform(problem, delta if dlse is None else delta - dlse)
         self.dlse = None if dlse is None else uniform(problem, dlse)
         self.guarded = not (
-            t.all_finite(inputs.q, inputs.k, inputs.v, do, dlse) and (lse.numel() == 0 or bool(lse.amax() < math.inf))
+            t.all_finite(inputs.q, inputs.k, inputs.v, do, dlse)
+            and (lse.numel() == 0 or bool(lse.amax() < math.inf))
         )
         zeros = functools.partial(torch.zeros, dtype=wide, device=inputs.q.device)
         self.dq = zeros(inputs.q.shape) if needs.q else None
         self.dk = zeros(inputs.k.shape) if needs.k else None
         self.dv = zeros(inputs.v.shape) if needs.v else None
-        self.leaves = tuple(zeros(leaf.shape) if need else None for leaf, need in zip(inputs.leaves, needs.leaves, strict=True))
+        self.leaves = tuple(
+            zeros(leaf.shape) if need else None
+            for leaf, need in zip(inputs.leaves, needs.leaves, strict=True)
+        )
         self.sink = zeros(inputs.sink.shape) if needs.sink and inputs.sink is not None else None
 
     def run(self) -> Gradients:
@@ -268,7 +285,9 @@ class _Backward:
             None if self.sink is None else narrow(self.sink, inputs.sink),  # type: ignore[arg-type]
         )  # fmt: skip
 
-    def _rows(self, segment: Segment, rows: tuple[int, int], columns: list[tuple[tuple[int, int], int]]) -> None:
+    def _rows(
+        self, segment: Segment, rows: tuple[int, int], columns: list[tuple[tuple[int, int], int]]
+    ) -> None:
         walk = self.walk
         q = walk.wide(walk.cut_rows(walk.q, segment, rows)) * self.inputs.scale
         do = walk.wide(walk.cut_rows(self.do, segment, rows))
@@ -296,7 +315,9 @@ class _Backward:
         ds = ds if alive is None else ds.masked_fill(~alive, 0.0)
         self.sink += ds.sum((0, 2))
 
-    def _tile(self, segment: Segment, rows: tuple[int, int], cols: tuple[int, int], kind: int, row_data: tuple) -> None:
+    def _tile(
+        self, segment: Segment, rows: tuple[int, int], cols: tuple[int, int], kind: int, row_data: tuple
+    ) -> None:
         walk, trees = self.walk, self.walk.fold.trees
         q, do, lse, delta, alive = row_data
         k = walk.wide(walk.cut_columns(walk.k, segment, cols))

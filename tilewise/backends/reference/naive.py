@@ -25,7 +25,9 @@ class Naive:
     def supports(self, problem: Problem) -> list[Reason]:
         if problem.options.backend != self.name and not problem.options.allow_quadratic:
             return [
-                Reason("memory grows with N_q x N_k", "backend='auto'", "allow_quadratic=True or backend='naive'"),
+                Reason(
+                    "memory grows with N_q x N_k", "backend='auto'", "allow_quadratic=True or backend='naive'"
+                ),
             ]
         return []
 
@@ -33,7 +35,9 @@ class Naive:
         s = problem.shape
         size = 8 if problem.compute_dtype == torch.float64 else 4
         matrix = size * max(s.batch, 1) * s.num_heads_q * s.seqlen_q * s.seqlen_k
-        return Schedule(s.seqlen_q, s.seqlen_k, "one tile", 1, (6 if problem.needs_grad else 4) * matrix, True)
+        return Schedule(
+            s.seqlen_q, s.seqlen_k, "one tile", 1, (6 if problem.needs_grad else 4) * matrix, True
+        )
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         out = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype).zero_()
@@ -49,15 +53,26 @@ class Naive:
         return out, lse
 
     def backward(
-        self, problem: Problem, inputs: Inputs, saved: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor | None], needs: Needs
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        saved: tuple[Tensor, Tensor],
+        grads: tuple[Tensor, Tensor | None],
+        needs: Needs,
     ) -> Gradients:
         wide = problem.compute_dtype
-        dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (inputs.q, inputs.k, inputs.v))
+        dq, dk, dv = (
+            torch.zeros(x.shape, dtype=wide, device=x.device) for x in (inputs.q, inputs.k, inputs.v)
+        )
         leaves = [
             torch.zeros(x.shape, dtype=wide, device=x.device) if need else None
             for x, need in zip(inputs.leaves, needs.leaves, strict=True)
         ]
-        sink = None if inputs.sink is None else torch.zeros(inputs.sink.shape, dtype=wide, device=inputs.q.device)
+        sink = (
+            None
+            if inputs.sink is None
+            else torch.zeros(inputs.sink.shape, dtype=wide, device=inputs.q.device)
+        )
         views = tuple(uniform(problem, x) for x in (*saved, *grads) if x is not None)
         for segment in segments(problem, inputs, max(problem.shape.batch, 1)):
             part = _Matrix(problem, inputs, segment)
@@ -79,7 +94,8 @@ class _Matrix:
         self.wide = problem.compute_dtype
         self.q = self.rows(uniform(problem, inputs.q)).to(self.wide) * inputs.scale
         self.k, self.v = (
-            self.keys(uniform(problem, x)).to(self.wide).repeat_interleave(problem.group, 1) for x in (inputs.k, inputs.v)
+            self.keys(uniform(problem, x)).to(self.wide).repeat_interleave(problem.group, 1)
+            for x in (inputs.k, inputs.v)
         )
         self.fold = TileFold(problem, inputs).at(segment, (0, segment.seqlen_q), (0, segment.seqlen_k))
 
@@ -110,7 +126,9 @@ class _Matrix:
         p = torch.where(visible, torch.exp(s - lse[..., None]), 0.0)
         return s0, p, lse, visible
 
-    def backward(self, rows: tuple[Tensor, ...], grads: tuple[Tensor, ...], leaves: list, sink: Tensor | None) -> None:
+    def backward(
+        self, rows: tuple[Tensor, ...], grads: tuple[Tensor, ...], leaves: list, sink: Tensor | None
+    ) -> None:
         """Add this segment's gradients; rows are out, lse, do and, if there is one, dlse."""
         out, lse, do, *dlse = (x.to(self.wide) for x in rows)
         s0, _, _, visible = self.weights()

@@ -153,7 +153,7 @@ def over_keys(w: Tensor, x: Tensor, visible: Tensor | None = None) -> Tensor:
 
 
 def over_rows(w: Tensor, x: Tensor, num_heads_kv: int, visible: Tensor | None = None) -> Tensor:
-    """sum over rows (and the group's heads) of w x; w (b, H, rows, columns), x (b, H, rows, D) -> (b, H_kv, columns, D)."""
+    """(b, H_kv, columns, D): sum of w x over rows and the group's heads; w (b, H, rows, columns), x (b, H, rows, D)."""
     seen = None if visible is None else by_kv_head(visible, num_heads_kv).transpose(-1, -2)
     return weighted_sum(by_kv_head(w, num_heads_kv).transpose(-1, -2), by_kv_head(x, num_heads_kv), seen)
 
