@@ -8,10 +8,12 @@ import json
 import platform
 import sys
 import time
+import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tilewise.cli.demo_error import DemoError
+from tilewise.errors import SlowPathWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -184,7 +186,9 @@ def measure(arguments: argparse.Namespace) -> int:
     tokens, text_name = demo_model.read_tokens(tokenizer, arguments.text, lengths[-1])
     tokens = tokens.to(device)
     results = []
-    with progress(1 + len(lengths) * demo_run.STEPS_PER_LENGTH) as step:
+    with warnings.catch_warnings(), progress(1 + len(lengths) * demo_run.STEPS_PER_LENGTH) as step:
+        # The report names the backend; the library's own warning would only tear the bar apart.
+        warnings.simplefilter("ignore", SlowPathWarning)
         step("warming up")
         demo_run.warm_up(network, tokens)
         for length in lengths:

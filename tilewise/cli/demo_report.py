@@ -104,7 +104,8 @@ def closing(results: list[Length], passed: bool) -> str:
         "What changed is where the work happens, not the answer: "
         f"at {last.length} tokens the same model wrote the same text,\n"
         f"and one layer's attention took {size(ours)} beside its inputs and output instead of {size(full)}.\n"
-        "Memory is linear now; the arithmetic is as much as before. Times are one run each and no benchmark."
+        "Memory is linear now; the arithmetic is as much as before. Times are one run each and no benchmark.\n"
+        f"Tilewise ran its backend {last.backend!r}."
     )
 
 
