@@ -195,9 +195,14 @@ def test_an_unfounded_refusal_fails(backend: str) -> None:
 
 
 def test_unread_memory_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An output that is allocated and never written is NaN under the fixture, so a case cannot pass on old memory."""
+    """An output that is allocated and never written is NaN, so a case cannot pass on old memory."""
     lazy: dict = {"__name__": "tilewise.lazy", "torch": torch}
-    exec("def attention(q, k, v, **options):\n    return torch.empty_like(q) + q * 0, (q * 0).sum(-1)", lazy)
+    exec(
+        "def attention(q, k, v, **options):\n"
+        "    zero = 0 * (q + k.sum() + v.sum())\n"
+        "    return torch.empty_like(q) + zero, zero.sum(-1)",
+        lazy,
+    )
     monkeypatch.setattr(tilewise, "attention", lazy["attention"])
     with poison.poisoned_memory(), pytest.raises(AssertionError, match="NaN"):
         run_case(find_case("plain-fp32"), "blockwise")

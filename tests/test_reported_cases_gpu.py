@@ -1,4 +1,4 @@
-"""Reported faults that need a GPU: sizes beyond 2^31, streams, graph capture. Skipped elsewhere, with the reason."""
+"""Reported faults that need a GPU: sizes beyond 2^31, streams, graph capture. Skipped elsewhere."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_B129_dropout_differs_from_replay_to_replay(device: torch.device) -> Non
 
 
 def test_B118_oracle_is_callable_on_a_gpu(device: torch.device) -> None:
-    """The reference moves to the CPU by itself, so every other reported case can run with TILEWISE_TEST_DEVICE=cuda."""
+    """The reference moves to the CPU by itself, so every other reported case can run on a GPU too."""
     q = torch.randn(1, 1, 4, 8, device=device)
     tolerance(
         "out", tw.attention(q, q, q), reference(q, q, q).out, reference(q, q, q, dtype=torch.float32).out
