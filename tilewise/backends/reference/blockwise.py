@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,8 +136,12 @@ class Blockwise:
         rows, columns = min(blocks.block_q, s.seqlen_q), min(blocks.block_k, s.seqlen_k)
         size = 8 if problem.compute_dtype == torch.float64 else 4
         tile = size * min(blocks.entries, s.batch) * s.num_heads_q * rows * columns
-        # Forward: scores and two temporaries of that size. Backward: dp and ds more, and fp32 gradients.
-        tiles = (5 if problem.needs_grad else 3) * tile
+        # Forward: scores and three temporaries of that size; backward: dp, ds and one more; dropout: Philox words
+        # (int64, a quarter of the pairs each); terms: every float node of the printed trees may be alive.
+        trees = t.trees_of(problem.spec)
+        count = (7 if problem.needs_grad else 4) + 8 * problem.spec.dropout
+        count += trees.num_nodes * (2 if problem.needs_grad else 1)
+        tiles = count * tile
         linear = 0
         if problem.needs_grad:
             tokens = 1 if problem.options.layout == "varlen" else s.batch
@@ -245,7 +249,14 @@ def finish(m: Tensor, l: Tensor, acc: Tensor, sink: Tensor | None) -> tuple[Tens
 class _Backward:
     """The backward pass of one call: dq, dk, dv and the leaves' gradients, accumulated in float32 tile by tile."""
 
-    def __init__(self, problem: Problem, inputs: Inputs, saved, grads, needs: Needs) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        saved: tuple[Tensor, Tensor],
+        grads: tuple[Tensor, Tensor | None],
+        needs: Needs,
+    ) -> None:
         self.walk = Walk(problem, inputs)
         self.problem, self.inputs, self.needs = problem, inputs, needs
         (out, lse), (do, dlse) = saved, grads
@@ -313,16 +324,22 @@ class _Backward:
         ds = -torch.exp2((logit - lse) * LOG2E) * delta
         ds = ds.masked_fill(logit == -math.inf, 0.0)
         ds = ds if alive is None else ds.masked_fill(~alive, 0.0)
-        self.sink += ds.sum((0, 2))
+        self.sink = self.sink + ds.sum((0, 2))  # type: ignore[operator]
 
     def _tile(
-        self, segment: Segment, rows: tuple[int, int], cols: tuple[int, int], kind: int, row_data: tuple
+        self,
+        segment: Segment,
+        rows: tuple[int, int],
+        cols: tuple[int, int],
+        kind: int,
+        row_data: tuple[Any, ...],
     ) -> None:
         walk, trees = self.walk, self.walk.fold.trees
         q, do, lse, delta, alive = row_data
         k = walk.wide(walk.cut_columns(walk.k, segment, cols))
         v = walk.wide(walk.cut_columns(walk.v, segment, cols))
-        s, slopes = t.scores(q, k), ()
+        s = t.scores(q, k)
+        slopes: list[Tensor] = []
         if trees.has_terms:
             s, *slopes = trees.score_and_slopes(walk.fold.env(s=s))
             s = s.expand(*q.shape[:3], k.shape[2])
@@ -331,7 +348,8 @@ class _Backward:
         hidden = (s == -math.inf) if (self.guarded or trees.has_terms) else None
         visible = None
         if self.guarded:
-            visible = ~hidden if alive is None else ~hidden & alive[..., None]
+            visible = s != -math.inf
+            visible = visible if alive is None else visible & alive[..., None]
             hidden = ~visible
             p = p.masked_fill(hidden, 0.0)
         factor = walk.fold.dropout()
@@ -357,7 +375,7 @@ class _Backward:
             dk = t.over_rows(ds, q, walk.heads_kv, visible)
             walk.cut_columns(uniform(self.problem, self.dk), segment, cols).add_(dk)
 
-    def _terms(self, ds: Tensor, slopes: list[Tensor] | tuple, hidden: Tensor | None) -> Tensor:
+    def _terms(self, ds: Tensor, slopes: list[Tensor], hidden: Tensor | None) -> Tensor:
         """Back through the score terms: gradients of their leaves, then d score / d s."""
         env = self.walk.fold.env()
         slope, *adjoints = slopes

@@ -45,6 +45,7 @@ class Trees:
         self.score_and_slopes = compile_torch(roots, self.sites)
         self.score_and_dot = compile_torch((score, dots[0]))
         self.all_and_dots = compile_torch(roots + dots, self.sites)
+        self.num_nodes = sum(bool(n.args) and n.type == "float" for n in ex.topological(score)) if self.has_terms else 0
         self.names = spec.variables - {"s"}
 
 
@@ -122,7 +123,8 @@ class TileFold:
         k0 = self._offset(self.segment.k_offset) + self.columns[0]
         k0 = k0.to(torch.int64) if isinstance(k0, Tensor) else k0
         kept = keep_tile(
-            inputs.seed, p, self._variable("q").to(torch.int64), k0, self.columns[1] - self.columns[0],
+            inputs.seed,  # type: ignore[arg-type]  # dropout has a seed
+            p, self._variable("q").to(torch.int64), k0, self.columns[1] - self.columns[0],
             heads.to(torch.int64), batches.to(torch.int64),
         )  # fmt: skip
         return kept.to(self.dtype) * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
