@@ -44,7 +44,8 @@ GROUPS = {
 }
 # Every feature once and the corners that break most easily; the rest needs --full.
 DEFAULT = (
-    "plain-*", "mask-*", "term-*", "order-*", "sink*", "dropout*", "scale-*", "large_logits-*", "everything-*", "heads-*",
+    "plain-*", "mask-*", "term-*", "order-*", "sink*", "dropout*", "scale-*", "large_logits-*", "everything-*",
+    "heads-*",
     "head_dim-[138]", "head_dim-72*", "head_dim-128", "head_dim-25[67]", "head_dims-192_128", "head_dims-65_1",
     "size-1x1-*", "size-3x31-*", "size-31x3-*", "size-64x64-*", "size-127x129-*", "size-decode*", "size-97x293-window",
     "empty-N*", "empty-B0*", "empty-D0", "layout-bnhd", "layout-sliced", "layout-expanded", "layout-reversed*",

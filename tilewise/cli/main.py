@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "demo": "tilewise.cli.demo",
     "check": "tilewise.cli.check",
+    "bench": "tilewise.cli.bench",
 }
 
 
