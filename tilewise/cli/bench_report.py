@@ -109,8 +109,9 @@ def print_all(
     table(rows).print()
     for note in notes(rows):
         print(note)
+    spread = characters("±", "+-")
     print(f"torch {facts['torch']}, {', '.join(facts['gpus']) or facts['processor']}, {facts['threads']} threads. "
-          f"Medians; {characters("±", "+-")} half the distance of the quartiles; {_protocol(rows)}")  # fmt: skip
+          f"Medians; {spread} half the distance of the quartiles; {_protocol(rows)}")  # fmt: skip
     print(
         "memory: peak beyond inputs and results; FLOP/s: forward, on visible pairs; error: to float64, sampled rows."
     )
@@ -183,7 +184,7 @@ def read_rows(path: str) -> dict[tuple, dict[str, Any]]:
 
 
 def compare(rows: list[Row], before: dict[tuple, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each measurement that both runs have: seconds, bytes, ratios now / before, and whether it is beyond the spread."""
+    """What both runs measured: seconds, bytes, ratios now / before, and whether they are beyond the spread."""
     from tilewise.cli import machine
 
     found = []

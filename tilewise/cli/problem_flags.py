@@ -177,8 +177,8 @@ def _term(text: str) -> MaskTerm | None:
     wanted = {"causal": 0, "window": 2, "prefix": 1, "chunk": 1, "documents": 1}.get(name)
     fits = wanted == len(values) and (name == "window" or None not in values)
     if not fits or (name in ("chunk", "documents") and values == (0,)):
-        raise UsageError(f"{text!r} is not a mask; masks are none, causal, window:256, window:256:0, prefix:N, chunk:N, "
-                         'documents:N, "not MASK", joined by &')  # fmt: skip
+        raise UsageError(f"{text!r} is not a mask; masks are none, causal, window:256, window:256:0, prefix:N, "
+                         'chunk:N, documents:N, "not MASK", joined by &')  # fmt: skip
     return MaskTerm(name, values, negated)
 
 
