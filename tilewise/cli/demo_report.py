@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tilewise.cli.demo_attention import LEGS
@@ -107,6 +109,26 @@ def closing(results: list[Length], passed: bool) -> str:
         "Memory is linear now; the arithmetic is as much as before. Times are one run each and no benchmark.\n"
         f"Tilewise ran its backend {last.backend!r}."
     )
+
+
+def to_json(title: str, results: list[Length], found: list[Check], seconds: float) -> dict[str, Any]:
+    """The whole report as plain numbers, text and lists."""
+    import torch
+
+    return {
+        "title": title,
+        "passed": all(check.passed for check in found),
+        "checks": [asdict(check) for check in found],
+        "lengths": [asdict(row) for row in results],
+        "seconds": round(seconds, 1),
+        "machine": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "system": platform.system(),
+            "processor": platform.machine(),
+            "threads": torch.get_num_threads(),
+        },
+    }
 
 
 def save_plot(results: list[Length], path: str, title: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -240,8 +240,3 @@ def checks(results: list[Length]) -> list[Check]:
                 )
             )
     return found
-
-
-def to_dict(results: list[Length]) -> list[dict[str, Any]]:
-    """The results as plain numbers, text and lists."""
-    return [asdict(row) for row in results]
