@@ -15,6 +15,7 @@ COMMANDS = {
     "demo": "tilewise.cli.demo",
     "check": "tilewise.cli.check",
     "bench": "tilewise.cli.bench",
+    "explain": "tilewise.cli.explain",
 }
 
 
