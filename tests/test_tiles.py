@@ -128,6 +128,14 @@ def test_float_bounds_hold_for_every_hard_range(op):
         assert (tiles.isnan() & nan | (tiles >= lo) & (tiles <= hi)).all(), dtype
 
 
+@pytest.mark.parametrize("number", [math.nan, INF, -INF, 2.0**31, -(2.0**40)])
+def test_what_has_no_integer_is_unknown(number):
+    """NaN and numbers beyond int32 become what the backend makes of them; others are cut towards zero."""
+    node = ex.cast(ex.load(0, "float", (ex.variable("i"),)), "int")
+    found = bounds(node, TileGrid(2, 1, 4, 1), [torch.tensor([0.5, number, -2.75, 7.9])], [], [])
+    assert found.lo.flatten().tolist() == [ex.INT_MIN, -2] and found.hi.flatten().tolist() == [ex.INT_MAX, 7]
+
+
 def test_mod_is_tight_inside_one_period():
     node = ex.apply("mod", ex.variable("q"), ex.const(8))
     found = bounds(node, TileGrid(3, 1, 24, 1, -8, -8), [], [], [])
