@@ -47,8 +47,8 @@ def table(rows: list[Row]) -> Table:
     parts = ("", spread, "hot", "host") if on_gpu else ("", spread)
     columns = ["seqlen", "<attention"]
     for direction in ("forward", "backward"):
-        columns += [direction + " cold" * on_gpu, *parts[1:]]
-    columns += ["FLOP/s", "memory", "with backward", "error"]
+        columns += [direction + " cold" * on_gpu, *(f"?{part}" for part in parts[1:])]
+    columns += ["?FLOP/s", "memory", "?with backward", "?error"]
     s = first.sizes
     heads = f"{s.heads} heads" if s.heads == s.heads_kv else f"{s.heads} heads on {s.heads_kv} KV heads"
     keys = "" if all(row.sizes.seqlen_q == row.sizes.seqlen_k for row in rows) else f", {s.seqlen_k} keys"

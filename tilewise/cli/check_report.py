@@ -45,7 +45,7 @@ def print_tables(summary: Summary, details: bool = False) -> None:
 
 
 def _group_table(title: str, results: list[Result]) -> Table:
-    table = Table(title, ("<what", "cases", "<result", "error", "budget", "used", "<closest to its budget"))
+    table = Table(title, ("<what", "cases", "<result", "error", "budget", "used", "?<closest to its budget"))
     for group in (*GROUPS.values(), "other"):
         rows = [r for r in results if group_of(r.case.name) == group]
         if not rows:

@@ -81,7 +81,10 @@ def characters(preferred: str, plain: str) -> str:
 
 @dataclass
 class Table:
-    """A table of text. columns: names, those that start with "<" are left-aligned (the mark is not shown)."""
+    """A table of text.
+
+    columns: names; "<" before a name aligns left, "?" before that leaves the column out of a narrow terminal.
+    """
 
     title: str
     columns: tuple[str, ...]
@@ -108,22 +111,36 @@ class Table:
         from rich.markup import escape
         from rich.table import Table as Drawn
 
+        console = Console()
+        shown = self._fitting(console.width)
         drawn = Drawn(title=escape(self.title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-        for column in self.columns:
-            left = column.startswith("<")
-            drawn.add_column(escape(column.lstrip("<")), justify="left" if left else "right")
-        for n, (row, style) in enumerate(zip(self.rows, self.styles, strict=True)):
-            drawn.add_row(*map(escape, row), style=style, end_section=n in self.ends)
-        Console().print(drawn)
+        for n in shown:
+            left = "<" in self.columns[n][:2]
+            drawn.add_column(escape(self.columns[n].lstrip("?<")), justify="left" if left else "right")
+        for number, (row, style) in enumerate(zip(self.rows, self.styles, strict=True)):
+            drawn.add_row(*(escape(row[n]) for n in shown), style=style, end_section=number in self.ends)
+        console.print(drawn)
+
+    def _widths(self) -> list[int]:
+        heads = [column.lstrip("?<") for column in self.columns]
+        return [max(len(line[n]) for line in [heads, *self.rows]) for n in range(len(heads))]
+
+    def _fitting(self, width: int) -> list[int]:
+        """The columns that a terminal has room for: optional ones go from the right."""
+        widths = self._widths()
+        shown = list(range(len(widths)))
+        for n in reversed(range(len(widths))):
+            # Rich puts a space on each side of a cell and of the table.
+            if sum(widths[m] + 2 for m in shown) + len(shown) + 1 > width and self.columns[n].startswith("?"):
+                shown.remove(n)
+        return shown
 
     def _print_plain(self) -> None:
-        heads = tuple(column.lstrip("<") for column in self.columns)
-        lines = [heads, *self.rows]
-        widths = [max(len(line[n]) for line in lines) for n in range(len(heads))]
+        heads, widths = tuple(column.lstrip("?<") for column in self.columns), self._widths()
         print(self.title)
-        for number, line in enumerate(lines):
+        for number, line in enumerate([heads, *self.rows]):
             cells = [
-                text.ljust(width) if column.startswith("<") else text.rjust(width)
+                text.ljust(width) if "<" in column[:2] else text.rjust(width)
                 for text, width, column in zip(line, widths, self.columns, strict=True)
             ]
             print("  " + "  ".join(cells).rstrip())
