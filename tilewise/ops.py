@@ -41,7 +41,13 @@ def run_forward(tensors: Sequence[Tensor], seed: Tensor | None, numbers: Numbers
     """(out, lse) by the chosen backend; tensors are q, k, v and the leaves."""
     problem, inputs = _decode(tensors, seed, numbers)
     check_values(problem, inputs)
-    return choose(problem).forward(problem, inputs)
+    with _own_precision(inputs.q):
+        return choose(problem).forward(problem, inputs)
+
+
+def _own_precision(q: Tensor) -> torch.autocast:
+    """No autocast inside: the types were settled at the door, and float32 arithmetic stays float32."""
+    return torch.autocast(q.device.type, enabled=False)
 
 
 def run_backward(
@@ -55,7 +61,8 @@ def run_backward(
     wanted = Needs(
         needs[0], needs[1], needs[2], tuple(needs[3 : 3 + num]), problem.spec.sink and needs[3 + num]
     )
-    found = choose(problem).backward(problem, inputs, saved, grads, wanted)
+    with _own_precision(inputs.q):
+        found = choose(problem).backward(problem, inputs, saved, grads, wanted)
     return _select(_in_order(found, len(tensors)), tensors, needs)
 
 
@@ -89,7 +96,8 @@ def run_jvp(
     from tilewise.backends.reference.second_order import jvp
 
     problem, inputs = _decode(tensors, seed, numbers)
-    return jvp(problem, inputs, _direction(problem, dots), *saved)
+    with _own_precision(inputs.q):
+        return jvp(problem, inputs, _direction(problem, dots), *saved)
 
 
 def run_hvp(
@@ -101,8 +109,10 @@ def run_hvp(
 
     problem, inputs = _decode(tensors, seed, numbers)
     direction = _direction(problem, dots)
-    outputs = (*saved, *jvp(problem, inputs, direction, *saved))
-    return _select(_in_order(hvp(problem, inputs, direction, outputs, grads), len(tensors)), tensors, needs)
+    with _own_precision(inputs.q):
+        outputs = (*saved, *jvp(problem, inputs, direction, *saved))
+        found = hvp(problem, inputs, direction, outputs, grads)
+    return _select(_in_order(found, len(tensors)), tensors, needs)
 
 
 # ---- torch.library -------------------------------------------------------------------------------------------

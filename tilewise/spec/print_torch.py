@@ -30,7 +30,8 @@ class Env:
 
     variables: name to int32 (s, s_dot: float) tensor broadcastable to (B, H, rows, columns). ranges: for b, h,
     i, j the half-open range of the tile. leaves: any device tensors; None is a tangent that is zero.
-    dtype: the floating type of the arithmetic, float32 or float64.
+    dtype: the floating type of the arithmetic, float32 or float64. visible: where given, float loads are 0 at
+    pairs where it is False, so that what a leaf holds there takes no part even if torch differentiates.
     """
 
     variables: dict[str, Tensor]
@@ -39,6 +40,7 @@ class Env:
     ints: Sequence[int]
     floats: Sequence[float]
     dtype: torch.dtype
+    visible: Tensor | None = None
     indices: dict[ex.Node, Tensor] = field(default_factory=dict)
 
     def int_scalar(self, slot: int) -> Tensor:
@@ -145,7 +147,10 @@ def read(env: Env, slot: int, kind: str, names: tuple[str, ...] | None, indices:
         value = _to_axes(leaf[slices], names)  # type: ignore[arg-type]
     else:
         value = leaf[_clamped(leaf, indices)] if indices else leaf
-    return value.to({"float": env.dtype, "int": torch.int32, "bool": torch.bool}[kind])
+    value = value.to({"float": env.dtype, "int": torch.int32, "bool": torch.bool}[kind])
+    if env.visible is not None and kind == "float":
+        value = torch.where(env.visible, value, 0.0)
+    return value
 
 
 def accumulate(env: Env, site: ex.Node, gradient: Tensor, contribution: Tensor) -> None:
@@ -223,7 +228,7 @@ def source(roots: tuple[ex.Node, ...], index_sites: tuple[ex.Node, ...] = ()) ->
 @functools.lru_cache(maxsize=1024)
 def compile_torch(
     roots: tuple[ex.Node, ...], index_sites: tuple[ex.Node, ...] = ()
-) -> Callable[[Env], tuple]:
+) -> Callable[[Env], tuple[Tensor, ...]]:
     """A function from Env to the values of the roots.
 
     index_sites: loads whose index values are left in `env.indices`, for `accumulate`.

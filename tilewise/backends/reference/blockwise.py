@@ -55,7 +55,9 @@ def choose_blocks(problem: Problem) -> Blocks:
         return Blocks(block_q, block_k, 1)
     rows = min(block_q, max(problem.shape.seqlen_q, 1))
     columns = min(block_k, max(problem.shape.seqlen_k, 1))
-    return Blocks(block_q, block_k, max(1, WORKSPACE_ELEMENTS // (heads * rows * columns)))
+    entries = WORKSPACE_ELEMENTS // (heads * rows * columns)
+    # Vector code treats the end of an array apart: whole multiples keep an entry's bits where a call is cut.
+    return Blocks(block_q, block_k, entries // 64 * 64 if entries >= 64 else max(entries, 1))
 
 
 def span(offset: int | Tensor) -> tuple[int, int]:
@@ -115,7 +117,8 @@ class Walk:
         return x[segment.batch, :, segment.keys.start + columns[0] : segment.keys.start + columns[1]]
 
     def wide(self, x: Tensor) -> Tensor:
-        return x.to(self.dtype)
+        """A tile in the compute type, contiguous: the products then do not depend on the caller's strides."""
+        return x.to(self.dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 def _ranges(length: int, block: int) -> list[tuple[int, int]]:
@@ -246,6 +249,22 @@ def finish(m: Tensor, l: Tensor, acc: Tensor, sink: Tensor | None) -> tuple[Tens
     return out, lse
 
 
+def drop(dp: Tensor, factor: Tensor | None) -> Tensor:
+    """dp of dropped weights is 0, whatever v holds there."""
+    return dp if factor is None else torch.where(factor != 0, dp * factor, 0.0)
+
+
+class _RowData(NamedTuple):
+    """What a tile of rows brings to each of its tiles of columns: weights are exp2((s - m) log2 e - low)."""
+
+    q: Tensor
+    do: Tensor
+    m: Tensor
+    low: Tensor
+    delta: Tensor
+    alive: Tensor | None
+
+
 class _Backward:
     """The backward pass of one call: dq, dk, dv and the leaves' gradients, accumulated in float32 tile by tile."""
 
@@ -304,66 +323,104 @@ class _Backward:
         do = walk.wide(walk.cut_rows(self.do, segment, rows))
         lse = walk.cut_rows(self.lse, segment, rows)
         delta = walk.cut_rows(self.delta, segment, rows)
-        # A row that saw nothing has lse = -inf: +inf instead makes every weight exp2(-inf) = 0.
-        lse = lse.masked_fill(lse == -math.inf, math.inf)
         alive = None
         if self.guarded:
             # A row whose cotangents are all exactly 0 contributes 0, whatever it holds.
             alive = (do != 0).any(-1)
             if self.dlse is not None:
                 alive = alive | (walk.cut_rows(self.dlse, segment, rows) != 0)
+        if self.problem.options.partial:
+            # These keys may be a part of the whole, whose lse and out were given.
+            m, low = lse, torch.zeros_like(lse)
+        else:
+            m, low, delta = self._statistics(segment, rows, columns, (q, do))
+        # A row that saw nothing has m = -inf: +inf instead makes every weight exp2(-inf) = 0.
+        m = m.masked_fill(m == -math.inf, math.inf)
+        data = _RowData(q, do, m, low, delta, alive)
         if self.sink is not None:
-            self._sink(lse, delta, alive)
+            self._sink(data)
         for cols, kind in columns:
             walk.fold.at(segment, rows, cols)
-            self._tile(segment, rows, cols, kind, (q, do, lse, delta, alive))
+            self._tile(segment, rows, cols, kind, data)
 
-    def _sink(self, lse: Tensor, delta: Tensor, alive: Tensor | None) -> None:
-        """The sink is a key with value 0: dp = 0, ds = -p delta."""
-        logit = self.inputs.sink.to(lse.dtype).view(1, -1, 1)  # type: ignore[union-attr]
-        ds = -torch.exp2((logit - lse) * LOG2E) * delta
-        ds = ds.masked_fill(logit == -math.inf, 0.0)
-        ds = ds if alive is None else ds.masked_fill(~alive, 0.0)
-        self.sink = self.sink + ds.sum((0, 2))  # type: ignore[operator]
-
-    def _tile(
+    def _statistics(
         self,
         segment: Segment,
         rows: tuple[int, int],
-        cols: tuple[int, int],
-        kind: int,
-        row_data: tuple[Any, ...],
+        columns: list[tuple[tuple[int, int], int]],
+        tensors: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(m, log2 l, delta) of a tile of rows, computed afresh from q, k, v and do.
+
+        lse = m + log l is rounded to the size of m, and out to its own type: weights from a large lse and
+        delta from out would carry those roundings into every gradient. One more pass over the tiles (two
+        products beside the five) takes them out; a row with one visible key has ds = 0 exactly.
+        """
+        walk, (q, do) = self.walk, tensors
+        m = q.new_full(q.shape[:3], -math.inf)
+        l, delta = torch.zeros_like(m), torch.zeros_like(m)  # noqa: E741
+        for cols, kind in columns:
+            k = walk.wide(walk.cut_columns(walk.k, segment, cols))
+            v = walk.wide(walk.cut_columns(walk.v, segment, cols))
+            walk.fold.at(segment, rows, cols)
+            s = tile_scores(walk, q, k, kind)
+            m_new = torch.maximum(m, s.amax(-1))
+            pivot = m_new.masked_fill(m_new == -math.inf, 0.0)
+            hidden = s == -math.inf
+            p = (s - pivot[..., None]).mul_(LOG2E).exp2_()
+            alpha = torch.exp2((m - pivot) * LOG2E)
+            l = l * alpha + p.sum(-1)  # noqa: E741
+            dp = drop(t.scores(do, v), walk.fold.dropout())
+            delta = delta * alpha + p.mul_(dp).masked_fill_(hidden, 0.0).sum(-1)
+            m = m_new
+        if self.inputs.sink is not None:
+            logit = self.inputs.sink.to(m.dtype).view(1, -1, 1)
+            top = torch.maximum(m, logit)
+            pivot = top.masked_fill(top == -math.inf, 0.0)
+            alpha = torch.exp2((m - pivot) * LOG2E)
+            l = l * alpha + torch.exp2((logit - pivot) * LOG2E)  # noqa: E741
+            delta, m = delta * alpha, top
+        l = l.masked_fill(l == 0, 1.0)  # noqa: E741
+        delta = delta / l
+        if self.dlse is not None:
+            delta = delta - walk.cut_rows(self.dlse, segment, rows)
+        return m, torch.log2(l), delta
+
+    def _sink(self, data: _RowData) -> None:
+        """The sink is a key with value 0: dp = 0, ds = -p delta."""
+        logit = self.inputs.sink.to(data.m.dtype).view(1, -1, 1)  # type: ignore[union-attr]
+        ds = -torch.exp2((logit - data.m) * LOG2E - data.low) * data.delta
+        ds = ds.masked_fill(logit == -math.inf, 0.0)
+        ds = ds if data.alive is None else ds.masked_fill(~data.alive, 0.0)
+        self.sink = self.sink + ds.sum((0, 2))  # type: ignore[operator]
+
+    def _tile(
+        self, segment: Segment, rows: tuple[int, int], cols: tuple[int, int], kind: int, data: _RowData
     ) -> None:
         walk, trees = self.walk, self.walk.fold.trees
-        q, do, lse, delta, alive = row_data
         k = walk.wide(walk.cut_columns(walk.k, segment, cols))
         v = walk.wide(walk.cut_columns(walk.v, segment, cols))
-        s = t.scores(q, k)
+        s = t.scores(data.q, k)
         slopes: list[Tensor] = []
         if trees.has_terms:
             s, *slopes = trees.score_and_slopes(walk.fold.env(s=s))
-            s = s.expand(*q.shape[:3], k.shape[2])
+            s = s.expand(*data.q.shape[:3], k.shape[2])
         s = hide(walk, s, kind)
-        p = (s - lse[..., None]).mul_(LOG2E).exp2_()
+        p = (s - data.m[..., None]).mul_(LOG2E).sub_(data.low[..., None]).exp2_()
         hidden = (s == -math.inf) if (self.guarded or trees.has_terms) else None
         visible = None
         if self.guarded:
-            visible = s != -math.inf
-            visible = visible if alive is None else visible & alive[..., None]
+            visible = ~hidden if data.alive is None else ~hidden & data.alive[..., None]  # type: ignore[operator]
             hidden = ~visible
             p = p.masked_fill(hidden, 0.0)
         factor = walk.fold.dropout()
-        dropped = p if factor is None else p * factor
         if self.dv is not None:
             kept = visible if visible is None or factor is None else visible & (factor != 0)
-            dv = t.over_rows(dropped, do, walk.heads_kv, kept)
+            dv = t.over_rows(p if factor is None else p * factor, data.do, walk.heads_kv, kept)
             walk.cut_columns(uniform(self.problem, self.dv), segment, cols).add_(dv)
         if self.dq is None and self.dk is None and not any(g is not None for g in self.leaves):
             return
-        dp = t.scores(do, v)
-        if factor is not None:
-            dp = torch.where(factor != 0, dp * factor, 0.0)
-        ds = dp.sub_(delta[..., None]).mul_(p)
+        ds = drop(t.scores(data.do, v), factor).sub_(data.delta[..., None]).mul_(p)
         if hidden is not None:
             ds = ds.masked_fill(hidden, 0.0)
         if trees.has_terms:
@@ -372,7 +429,7 @@ class _Backward:
             dq = t.over_keys(ds, k, visible)
             walk.cut_rows(uniform(self.problem, self.dq), segment, rows).add_(dq, alpha=self.inputs.scale)
         if self.dk is not None:
-            dk = t.over_rows(ds, q, walk.heads_kv, visible)
+            dk = t.over_rows(ds, data.q, walk.heads_kv, visible)
             walk.cut_columns(uniform(self.problem, self.dk), segment, cols).add_(dk)
 
     def _terms(self, ds: Tensor, slopes: list[Tensor], hidden: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ and forward-over-reverse need. Memory is O(N): weights are recomputed from lse, 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -152,7 +152,12 @@ def hvp(
 
 class _Hessian:
     def __init__(
-        self, problem: Problem, inputs: Inputs, direction: Direction, outputs: tuple, grads: tuple
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        direction: Direction,
+        outputs: tuple[Tensor, ...],
+        grads: tuple[Tensor, Tensor | None],
     ) -> None:
         out, lse, out_dot, lse_dot = outputs
         do, dlse = grads
@@ -206,7 +211,9 @@ class _Hessian:
         p_dot = p * (s_dot - lse_dot)
         self.sink -= (p_dot * delta + p * delta_dot).sum((0, 2))
 
-    def _tile(self, place: tuple, data: _Rows, x: _Tile, do: Tensor, per_row: tuple[Tensor, ...]) -> None:
+    def _tile(
+        self, place: tuple[Any, ...], data: _Rows, x: _Tile, do: Tensor, per_row: tuple[Tensor, ...]
+    ) -> None:
         segment, rows, cols = place
         walk, heads_kv = self.run_over.walk, self.run_over.walk.heads_kv
         lse_dot, delta, delta_dot = (y[..., None] for y in per_row)

@@ -32,15 +32,15 @@ class Segment:
 
     @property
     def entries(self) -> int:
-        return self.batch.stop - self.batch.start
+        return int(self.batch.stop) - int(self.batch.start)
 
     @property
     def seqlen_q(self) -> int:
-        return self.rows.stop - self.rows.start
+        return int(self.rows.stop) - int(self.rows.start)
 
     @property
     def seqlen_k(self) -> int:
-        return self.keys.stop - self.keys.start
+        return int(self.keys.stop) - int(self.keys.start)
 
 
 def uniform(problem: Problem, t: Tensor) -> Tensor:

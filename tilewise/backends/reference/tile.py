@@ -135,8 +135,8 @@ class TileFold:
 
 def by_kv_head(t: Tensor, num_heads_kv: int) -> Tensor:
     """(b, H, rows, x) as (b, H_kv, group * rows, x); a view where t is contiguous."""
-    b, _, rows, x = t.shape
-    return t.reshape(b, num_heads_kv, -1, x) if num_heads_kv else t.reshape(b, 0, rows, x)
+    b, heads, rows, x = t.shape
+    return t.reshape(b, num_heads_kv, heads // num_heads_kv * rows if num_heads_kv else rows, x)
 
 
 def scores(q: Tensor, k: Tensor) -> Tensor:
