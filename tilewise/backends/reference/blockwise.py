@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,9 @@ from tilewise.backends.reference import tile as t
 from tilewise.backends.reference.segments import Segment, segments, uniform
 from tilewise.backends.reference.tile import LN2, LOG2E, TileFold
 from tilewise.problem import Inputs, Problem, empty_in_order
+from tilewise.spec.expression import loads
 from tilewise.spec.print_torch import accumulate
-from tilewise.spec.tiles import EMPTY, FULL, TileGrid, classify_tiles
+from tilewise.spec.tiles import EMPTY, FULL, PARTIAL, TileGrid, classify_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,6 +75,9 @@ def tile_classes(
     """EMPTY, PARTIAL or FULL for each tile of a segment; None if there is no mask."""
     if problem.spec.keep is None:
         return None
+    if t.capturing(inputs.q.device) and _needs_host(problem, inputs):
+        rows, columns = -(-segment.seqlen_q // blocks.block_q), -(-segment.seqlen_k // blocks.block_k)
+        return [[PARTIAL] * columns] * rows
     q_low, q_high = span(segment.q_offset)
     k_low, k_high = span(segment.k_offset)
     grid = TileGrid(
@@ -82,6 +86,12 @@ def tile_classes(
         problem.shape.num_heads_q, problem.shape.num_heads_kv,
     )  # fmt: skip
     return classify_tiles(problem.spec.keep, grid, inputs.leaves, inputs.ints, inputs.floats).tolist()
+
+
+def _needs_host(problem: Problem, inputs: Inputs) -> bool:
+    """Whether classifying tiles reads tensors: the mask's leaves, or offsets given as tensors."""
+    tensors = isinstance(inputs.q_offset, Tensor) or isinstance(inputs.k_offset, Tensor)
+    return tensors or (problem.spec.keep is not None and bool(loads(problem.spec.keep)))
 
 
 class Walk:

@@ -45,7 +45,9 @@ class Trees:
         self.score_and_slopes = compile_torch(roots, self.sites)
         self.score_and_dot = compile_torch((score, dots[0]))
         self.all_and_dots = compile_torch(roots + dots, self.sites)
-        self.num_nodes = sum(bool(n.args) and n.type == "float" for n in ex.topological(score)) if self.has_terms else 0
+        self.num_nodes = (
+            sum(bool(n.args) and n.type == "float" for n in ex.topological(score)) if self.has_terms else 0
+        )
         self.names = spec.variables - {"s"}
 
 
@@ -182,8 +184,16 @@ def weighted_sum(w: Tensor, x: Tensor, visible: Tensor | None) -> Tensor:
     return torch.where(neither, math.nan, total)
 
 
+def capturing(device: torch.device) -> bool:
+    """True inside a CUDA graph capture, where nothing may be read on the host."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def all_finite(*tensors: Tensor | None) -> bool:
-    """False if an entry may be NaN or infinite (sums overflow only towards False). Reads one number per tensor."""
+    """False if an entry may be NaN or infinite (sums overflow only towards False). Reads one number per tensor;
+    under graph capture nothing is read and the answer is False, which is always right and costs time only."""
+    if any(t is not None and capturing(t.device) for t in tensors):
+        return False
     return all(t is None or bool(torch.isfinite(t.sum(dtype=_wide(t)))) for t in tensors)
 
 
