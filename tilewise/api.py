@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewise import checks
 from tilewise.errors import DTypeError, OptionError, ShapeError, message
 from tilewise.ops import Numbers, call, run_backward
-from tilewise.problem import NO_MAXIMUM, _read
+from tilewise.problem import NO_MAXIMUM, _read, decode_problem
 from tilewise.spec.attention import spec_text
 from tilewise.spec.masks import Mask, as_mask
 from tilewise.spec.scores import ScoreTerm, as_terms
@@ -70,7 +70,7 @@ def _offset(name: str, value: Any, batch: int) -> tuple[str, int, list[Tensor]]:
         raise OptionError(f"{name} is an int or an int tensor of shape (B,), not {value!r}")
     if not -INT32 <= value <= INT32:
         raise OptionError(f"{name} is {value}, and positions are int32")
-    return "int", value, []
+    return "int", value, []  # type: ignore[return-value]  # a SymInt passes as an int
 
 
 def _seed(q: Tensor, p: float, seed: Tensor | int | None) -> Tensor | None:
@@ -93,7 +93,7 @@ def _maximum(name: str, value: Any) -> int:
         return NO_MAXIMUM
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
         raise OptionError(f"{name} is a length or None, not {value!r}")
-    return value
+    return value  # type: ignore[return-value]  # a SymInt passes as an int
 
 
 class Packing(NamedTuple):
@@ -240,7 +240,8 @@ def attention(
         scale: factor of q.k; None is D^-1/2.
         q_offset: position of the first query row, int or (B,); None = N_k - N_q (the last query lines up with
             the last key), 0 = top-left.
-        k_offset, h_offset: position of the first key (int or (B,)), number of the first head (for dropout).
+        k_offset: position of the first key, int or (B,).
+        h_offset: number of the first head, for dropout.
         return_lse: also return the natural log of the softmax's denominator.
         deterministic: gradients that repeat bit by bit; None follows torch.use_deterministic_algorithms.
         batch_invariant: a sequence's bits do not depend on its neighbours.
@@ -280,12 +281,15 @@ def attention_varlen(
     """Attention over packed sequences; sequence b is tokens cu_seqlens[b] to cu_seqlens[b + 1].
 
     Args:
-        q: (T_q, H, D). k: (T_k, H_kv, D). v: (T_k, H_kv, D_v).
+        q: (T_q, H, D).
+        k: (T_k, H_kv, D).
+        v: (T_k, H_kv, D_v).
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 or int64; cu_seqlens_k None takes cu_seqlens_q for both.
         max_seqlen_q, max_seqlen_k: accepted as a hint; they never change a result. An int, a tensor or None.
         seqused_q, seqused_k: (B,) used lengths, at most the sequence's own.
-        The other arguments are those of `attention`. Positions, rows and columns are those inside the
-        sequence, b is the sequence's number; q_offset None is used length_k - used length_q per sequence.
+
+    The other arguments are those of `attention`. Positions, rows and columns are those inside the sequence, b is
+    the sequence's number; q_offset None is used length_k - used length_q per sequence.
 
     Returns:
         out (T_q, H, D_v); with return_lse also lse (H, T_q). A token outside every sequence or beyond the
@@ -341,9 +345,7 @@ def attention_partial_backward(
     """
     written = _write((q, k, v), _optional_packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), partial=True,
                      **_partial_options(options))  # fmt: skip
-    from tilewise.problem import decode_problem
-
-    problem = decode_problem(*written.tensors[:3], written.tensors[3:], written.numbers.text)
+    problem = decode_problem(q, k, v, written.tensors[3:], written.numbers.text)
     for name, t, shape in (
         ("out", out, problem.out_shape), ("do", do, problem.out_shape),
         ("lse", lse, problem.lse_shape), ("dlse", dlse, problem.lse_shape),
@@ -355,9 +357,10 @@ def attention_partial_backward(
     needs += [False] * (len(written.tensors) - len(needs))
     with torch.no_grad():
         found = run_backward(written.tensors, written.seed, written.numbers, (out, lse), (do, dlse), needs)
-    rest = iter(found[3:])
+    dq, dk, dv, *rest = found
+    left = iter(rest)
     return Gradients(
-        *found[:3], tuple(next(rest) if need else None for need in needs[3 : 3 + len(spec.leaves)])
+        dq, dk, dv, tuple(next(left) if need else None for need in needs[3 : 3 + len(spec.leaves)])
     )
 
 

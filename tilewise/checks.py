@@ -131,7 +131,7 @@ def _leaf_extents(spec: AttentionSpec) -> tuple[tuple[int, int, str, ex.Node | N
                 divisor = None
                 if index.op == "floordiv" and index.args[1].op in ("const", "int_scalar"):
                     index, divisor = index.args
-                if index.op == "var" and index.value in "bhgij":
+                if index.op == "var" and str(index.value) in "bhgij":
                     found.add((int(site.value), dim, str(index.value), divisor))  # type: ignore[arg-type]
     return tuple(sorted(found, key=lambda x: x[:3]))
 

@@ -103,9 +103,10 @@ class MultiheadAttention(nn.Module):
                 raise ShapeError(message(f"{name} has shape (B, N, {self.q_proj.in_features})", {name: t}))
 
         def split(t: Tensor, heads: int) -> Tensor:
-            return t.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+            return t.view(*t.shape[:-1], heads, self.head_dim).transpose(1, 2)
 
         q = split(self.q_proj(x), self.num_heads)
         k, v = (split(proj(source), self.num_heads_kv) for proj in (self.k_proj, self.v_proj))
         out = self.attention(q, k, v, mask=mask, scores=scores, **options)
-        return self.out_proj(out.transpose(1, 2).flatten(2))
+        result: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))
+        return result

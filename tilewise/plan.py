@@ -130,7 +130,7 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Plan:
     except TypeError as error:
         raise OptionError(f"explain takes the options of attention: {error}") from None
     tensors, numbers = written.tensors, written.numbers
-    problem = decode_problem(*tensors[:3], tensors[3:], numbers.text)
+    problem = decode_problem(tensors[0], tensors[1], tensors[2], tensors[3:], numbers.text)
     problem = Problem(problem.spec, problem.options, problem.shape, problem.dtype, str(torch.device(device).type),
                       bool(options.get("backward", False)))  # fmt: skip
     inputs = decode_inputs(problem, (*tensors[:3], tensors[3:]), numbers.ints, numbers.floats, written.seed)  # type: ignore[arg-type]

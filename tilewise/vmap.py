@@ -14,8 +14,6 @@ from torch import Tensor
 from tilewise.problem import Options, _read
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tilewise.ops import Numbers
 
 
@@ -87,7 +85,7 @@ def batch_forward(
 
 
 def batch_backward(
-    function: Callable | Any, info: Any, in_dims: tuple, numbers: Numbers, needs: Any, *args: Any
+    function: Any, info: Any, in_dims: tuple, numbers: Numbers, needs: Any, *args: Any
 ) -> tuple:
     """vmap of the backward; a leaf's gradient per entry is not a sum over the folded batch, so those loop."""
     dims = in_dims[2:]

@@ -224,7 +224,7 @@ def _whole(name: str, value: object, low: int) -> int:
         raise OptionError(f"{name} is an integer, not {value!r}")
     if value < low:
         raise OptionError(f"{name} is {value}, and must be at least {low}")
-    return value
+    return value  # type: ignore[return-value]  # a SymInt is an int to everything here
 
 
 def _ints_leaf(name: str, t: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ gradients; the derivative is taken from the atom.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from torch import Tensor
 from tilewise.errors import DTypeError, OptionError, ShapeError, message
 from tilewise.spec.masks import _ints_leaf, four_dimensional
 from tilewise.spec.term import Atom, Term
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class ScoreTerm:
@@ -28,7 +32,7 @@ class ScoreTerm:
         return f"ScoreTerm({self.term.text})"
 
 
-def as_terms(scores: ScoreTerm | tuple | list | None) -> tuple[ScoreTerm, ...]:
+def as_terms(scores: ScoreTerm | Sequence[ScoreTerm] | None) -> tuple[ScoreTerm, ...]:
     """One term or a sequence of terms as a tuple."""
     if scores is None:
         return ()

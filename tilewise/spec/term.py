@@ -10,7 +10,7 @@ so that they can be built inside compiled code.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from tilewise.spec import expression as ex
 from tilewise.spec.trace import trace
@@ -61,7 +61,7 @@ class Atom:
     text: ClassVar[str]
 
     def __init_subclass__(cls) -> None:
-        function: Callable | None = getattr(cls, "keep", None) or getattr(cls, "value", None)
+        function: Callable[..., Any] | None = getattr(cls, "keep", None) or getattr(cls, "value", None)
         if function is None:
             return
         numbers = dict.fromkeys(cls.ints, "int") | dict.fromkeys(cls.floats, "float")

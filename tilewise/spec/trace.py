@@ -96,7 +96,11 @@ class Symbol:
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable, _types: object, args: tuple = (), kwargs: dict | None = None
+        cls,
+        func: Callable[..., Any],
+        _types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Symbol:
         """Accept torch's own spelling of the words, so that score functions written for torch trace."""
         from tilewise.spec import words
@@ -106,7 +110,8 @@ class Symbol:
             raise _refuse(
                 f"torch.{func.__name__} cannot be written in an expression", "Use tilewise's words."
             )
-        return word(*args)
+        result: Symbol = word(*args)
+        return result
 
 
 _TORCH_WORDS = {
@@ -158,6 +163,10 @@ def _logical(op: str, sign: str) -> Callable[[object, object], Symbol]:
     return method
 
 
+def _differ(self: object, other: object) -> Symbol:
+    return Symbol(ex.apply("ne", _boolean(self, "^"), _boolean(other, "^")))
+
+
 def _install() -> None:
     names = {"add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floordiv", "mod": "mod"}
     for python, op in names.items():
@@ -169,11 +178,10 @@ def _install() -> None:
     for op, sign in (("and", "&"), ("or", "|")):
         setattr(Symbol, f"__{op}__", _logical(op, sign))
         setattr(Symbol, f"__r{op}__", _logical(op, sign))
-    Symbol.__xor__ = Symbol.__rxor__ = lambda self, other: Symbol(  # type: ignore[attr-defined]
-        ex.apply("ne", _boolean(self, "^"), _boolean(other, "^"))
-    )
-    Symbol.__abs__ = lambda self: Symbol(ex.apply("abs", self.node))  # type: ignore[attr-defined]
-    Symbol.__neg__ = lambda self: Symbol(ex.apply("neg", self.node))  # type: ignore[attr-defined]
+    for name in ("__xor__", "__rxor__"):
+        setattr(Symbol, name, _differ)
+    for op in ("abs", "neg"):
+        setattr(Symbol, f"__{op}__", lambda self, op=op: Symbol(ex.apply(op, self.node)))
 
 
 _install()
@@ -195,7 +203,7 @@ class Leaf(Symbol):
         """The leaf used as a number: only a 0-d leaf is one."""
         return self[()]
 
-    def _indices(self, index: tuple) -> tuple[ex.Node, ...]:
+    def _indices(self, index: tuple[object, ...]) -> tuple[ex.Node, ...]:
         if len(index) != self.ndim:
             raise _refuse(
                 f"a leaf of {self.ndim} dimension(s) is read with {len(index)} index(es)",
@@ -304,7 +312,7 @@ def _call(
     return Traced(result.node, tuple(scalars.ints), tuple(scalars.floats))
 
 
-def trace(fn: Callable, leaves: tuple[tuple[str, int], ...] = (), *, mask: bool) -> Traced:
+def trace(fn: Callable[..., Any], leaves: tuple[tuple[str, int], ...] = (), *, mask: bool) -> Traced:
     """Trace an atom.
 
     Args:
