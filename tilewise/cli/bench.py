@@ -37,8 +37,11 @@ class Defaults(NamedTuple):
 
 DEFAULTS = {
     "cpu": Defaults((512, 1024, 2048), 8, 64, "float32"),
-    "slow": Defaults((256, 512, 1024), 4, 64, "float32"),  # no compiled backend: the readable one in PyTorch
+    "cpu, slow": Defaults(
+        (256, 512, 1024), 4, 64, "float32"
+    ),  # no compiled backend: the readable one in PyTorch
     "cuda": Defaults((1024, 2048, 4096, 8192), 16, 128, "bfloat16"),
+    "cuda, slow": Defaults((1024, 2048), 16, 128, "bfloat16"),
 }
 
 
@@ -47,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     whole = flags.whole(1)
     problem = parser.add_argument_group("problem")
     problem.add_argument(
-        "--seqlen", type=flags.lengths, metavar="N,N", help="default: 512,1024,2048 on a CPU"
+        "--seqlen", type=flags.lengths, metavar="N,N", help="default: a few that take under a minute"
     )
     problem.add_argument("--seqlen-k", type=whole, metavar="N", help="keys; default: as many as queries")
     problem.add_argument("--batch", type=whole, default=1, metavar="B", help="default: 1")
@@ -171,8 +174,9 @@ def problems(arguments: argparse.Namespace, device: torch.device) -> list[flags.
             for n in arguments.seqlen or defaults.lengths
         ]  # fmt: skip
 
-    usual = made(DEFAULTS["cuda" if device.type == "cuda" else "cpu"])
-    return made(DEFAULTS["slow"]) if resolve("tilewise", usual[0], device, True)[1] else usual
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    usual = made(DEFAULTS[kind])
+    return made(DEFAULTS[f"{kind}, slow"]) if resolve("tilewise", usual[0], device, True)[1] else usual
 
 
 def _measure(arguments: argparse.Namespace, names: list[str], device: torch.device) -> list[Row]:

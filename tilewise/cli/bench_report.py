@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 MORE_COLOURS = {"flex": "#d08c3c"}
+NAMED_BACKENDS = ("#57b8d9", "#8e5ea2", "#4f8f5b", "#c97fb0")
 SAME_MACHINE = ("torch", "processor", "threads", "gpus", "tilewise")
 
 
@@ -246,21 +247,24 @@ def save_plot(rows: list[Row], path: str, facts: dict[str, Any]) -> None:
 
     names = list(dict.fromkeys(row.name for row in rows))
     lengths = sorted({row.sizes.seqlen_q for row in rows})
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4.6), layout="constrained")
+    named = [name for name in names if ":" in name]
+    colours = COLOURS | MORE_COLOURS | dict(zip(named, NAMED_BACKENDS, strict=False))
     for name in names:
         mine = [row for row in rows if row.name == name and row.timing]
+        if not mine:
+            continue
+        forward_only = "" if any(row.direction == "backward" for row in mine) else ", no backward"
         style: dict[str, Any] = {
-            "color": (COLOURS | MORE_COLOURS).get(name), "marker": "o", "markersize": 4,
-            "label": label(mine[0]) if mine else name, "zorder": 3 if name == "tilewise" else 2,
+            "color": colours.get(name), "marker": "o", "markersize": 4, "label": label(mine[0]) + forward_only,
+            "linestyle": "--" if name in named else "-", "zorder": 3 if name == "tilewise" else 2,
         }  # fmt: skip
         for axis, direction in zip(axes, ("forward", "backward"), strict=False):
-            part = [row for row in mine if row.direction == direction]
-            _series(axis, part, style)
+            _series(axis, [row for row in mine if row.direction == direction], style)
         last = {row.sizes.seqlen_q: row for row in mine}  # backward where it ran, else forward
         drawn = [(n, last[n].memory / 2**20) for n in sorted(last) if last[n].memory]
         if drawn:
-            only = "" if any(row.direction == "backward" for row in mine) else ", forward only"
-            axes[2].plot(*zip(*drawn, strict=True), **{**style, "label": style["label"] + only})
+            axes[2].plot(*zip(*drawn, strict=True), **style)
     cold = any(row.timing and row.timing.hot for row in rows)
     for axis, title in zip(
         axes, ("Forward", "Backward", "Peak memory beyond inputs and results"), strict=True
@@ -271,8 +275,9 @@ def save_plot(rows: list[Row], path: str, facts: dict[str, Any]) -> None:
         axis.yaxis.set_major_formatter("{x:g}")
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-        if axis.lines:
-            axis.legend(fontsize="small", frameon=False)
+    if axes[0].lines:
+        found = axes[0].get_legend_handles_labels()
+        figure.legend(*found, loc="outside lower center", ncols=len(names), frameon=False)
     axes[0].set_ylabel("milliseconds (cold)" if cold else "milliseconds")
     axes[1].set_ylabel("milliseconds (cold)" if cold else "milliseconds")
     axes[2].set_ylabel("MB, forward and backward")

@@ -90,6 +90,17 @@ def measure(
     step: Callable[[str], None],
 ) -> list[Row]:
     """Rows of every contender on one problem, forward then backward. `step(text)` is called before each piece."""
+    with timing.side_stream(device):
+        return _measure(sizes, names, device, limits, step)
+
+
+def _measure(
+    sizes: Sizes,
+    names: Sequence[str],
+    device: torch.device,
+    limits: timing.Limits,
+    step: Callable[[str], None],
+) -> list[Row]:
     q, k, v = draw(sizes, device)
     leaves = tuple(t.clone().requires_grad_() for t in (q, k, v))
     dout = torch.randn(*q.shape[:3], sizes.head_dim_v, dtype=q.dtype, device=device)

@@ -89,7 +89,7 @@ def _gpus() -> list[str]:
     if torch.cuda.is_available():
         for n in range(torch.cuda.device_count()):
             about = torch.cuda.get_device_properties(n)
-            names.append(f"{about.name}, {about.major}.{about.minor}, {about.total_memory / 2**30:.0f} GiB")
+            names.append(f"{about.name} ({about.major}.{about.minor}, {about.total_memory / 2**30:.0f} GiB)")
     return names
 
 

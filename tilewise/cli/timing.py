@@ -7,7 +7,8 @@ is the median over the rounds and the quartiles.
 CPU     wall time of one call (of several, where one is shorter than a millisecond), outputs allocated inside.
 CUDA    each call is captured in a CUDA graph. Cold: one replay after 80 ms of idleness, between two events.
         Hot: replays back to back. The time the host needs to launch the plain call is a number of its own. A
-        call that cannot be captured is timed as it is, and says so.
+        call that cannot be captured is timed as it is, and says so. Backward passes are captured only where
+        their forward ran inside `side_stream`.
 
 Source: docs/design.md, section 3.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
 IDLE = 0.080
 """Seconds of idleness before a cold replay."""
@@ -158,19 +161,35 @@ def _time_host(calls: Mapping[str, Callable[[], Any]], limits: Limits) -> dict[s
 # ---- CUDA --------------------------------------------------------------------------------------------------
 
 
+def side_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """A stream of its own on CUDA, nothing elsewhere.
+
+    A backward pass runs on the stream of its forward, and the default stream cannot be captured: what is timed
+    is made inside this context.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(stream)
+
+
 def _capture(call: Callable[[], Any], stream: torch.cuda.Stream) -> tuple[Callable[[], Any], bool, str]:
     """(replay, True, "") of the captured call, or (the call itself, False, why it cannot be captured)."""
     graph = torch.cuda.CUDAGraph()
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
     try:
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                call()
-        torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=stream):
             kept = call()
-    except RuntimeError as error:
+    except Exception as error:
+        cause = error.__context__ or error  # leaving the capture raises once more
         torch.cuda.synchronize()
-        return call, False, f"not captured in a CUDA graph: {str(error).splitlines()[0]}"
+        # A capture that fails leaves the random generators waiting for its end; one that succeeds ends it.
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+            torch.zeros(1, device=stream.device)
+        return call, False, f"not captured in a CUDA graph: {str(cause).splitlines()[0]}"
 
     def replay(graph: torch.cuda.CUDAGraph = graph, kept: Any = kept) -> None:
         graph.replay()
@@ -199,20 +218,19 @@ def _time_cuda(
     calls: Mapping[str, Callable[[], Any]], device: torch.device, limits: Limits
 ) -> dict[str, Timing]:
     found: dict[str, tuple[list[float], list[float], list[float]]] = {name: ([], [], []) for name in calls}
-    with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+    outside = torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
+    with torch.cuda.device(device), side_stream(device) if outside else nullcontext():
+        stream = torch.cuda.current_stream(device)
         captured = {name: _capture(call, stream) for name, call in calls.items()}
-        with torch.cuda.stream(stream):
-            for order in _rounds(tuple(calls), limits):
-                for name in order:
-                    run = captured[name][0]
-                    cold, hot, host = found[name]
-                    torch.cuda.synchronize()
-                    time.sleep(IDLE)
-                    cold.append(_between_events(run, 1))
-                    hot.append(_between_events(run, HOT_REPLAYS))
-                    host.append(_host_seconds(calls[name]))
+        for order in _rounds(tuple(calls), limits):
+            for name in order:
+                run = captured[name][0]
+                cold, hot, host = found[name]
+                torch.cuda.synchronize()
+                time.sleep(IDLE)
+                cold.append(_between_events(run, 1))
+                hot.append(_between_events(run, HOT_REPLAYS))
+                host.append(_host_seconds(calls[name]))
     return {
         name: Timing(
             *(Series(tuple(seconds)) for seconds in found[name]), captured[name][1], captured[name][2]
