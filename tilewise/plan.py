@@ -11,8 +11,8 @@ from torch import Tensor
 from tilewise import api
 from tilewise.analysis import attention_flops, bytes_ordinary, bytes_tiled, matrix_bytes_avoided
 from tilewise.backends.protocol import Schedule
-from tilewise.backends.reference.blockwise import span
 from tilewise.backends.reference.segments import Segment, segments
+from tilewise.backends.reference.walk import span
 from tilewise.dispatch import candidates, registry
 from tilewise.errors import OptionError, ShapeError
 from tilewise.problem import Inputs, Problem, decode_inputs, decode_problem

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from tilewise.backends.protocol import Gradients
 from tilewise.backends.reference import tile as t
-from tilewise.backends.reference.blockwise import Walk, hide
 from tilewise.backends.reference.segments import uniform
 from tilewise.backends.reference.tile import LOG2E
+from tilewise.backends.reference.walk import Walk, hide
 from tilewise.spec.print_torch import accumulate
 
 if TYPE_CHECKING:
