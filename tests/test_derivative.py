@@ -77,7 +77,7 @@ def agrees(got: float, want: float | None) -> bool:
 
 
 score_trees = trees("float", depth=4, variables=("s", "s", *PAIR_VARIABLES), smooth=True)
-law = settings(deadline=None, max_examples=300)
+law = settings(deadline=None, max_examples=120)
 
 
 @st.composite

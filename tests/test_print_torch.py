@@ -106,7 +106,7 @@ def test_node_kind_on_all_pairs_of_hard_values(op, kind):
                 assert same(got[b, 0, i, j].item(), want, 1e-12 if op in FUNCTIONS else 0.0), (op, seen)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=120)
 @given(trees(depth=5, functions=False), calls())
 def test_random_tree(tree, call):
     got = call.values(tree, torch.float64)

@@ -42,7 +42,7 @@ def brute_classes(visible: torch.Tensor, grid: TileGrid) -> torch.Tensor:
 # ---- soundness ---------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=250)
+@settings(deadline=None, max_examples=150)
 @given(trees(kind="bool", depth=5), calls(), blocks, blocks, st.data())
 def test_classes_are_sound(tree, call, block_q, block_k, data):
     b_lo = data.draw(st.integers(0, len(call.q_offset) - 1))
@@ -58,7 +58,7 @@ def test_classes_are_sound(tree, call, block_q, block_k, data):
             assert classes[at] != FULL or visible[where].all(), (at, dtype)
 
 
-@settings(deadline=None, max_examples=250)
+@settings(deadline=None, max_examples=150)
 @given(trees(depth=4), calls(), blocks, blocks)
 def test_bounds_are_sound(tree, call, block_q, block_k):
     grid = call.grid(block_q, block_k)
@@ -196,7 +196,7 @@ def shapes(draw):
     return grid, torch.arange(seqlen_q)[:, None] + q_offset, torch.arange(seqlen_k)[None] + k_offset
 
 
-exact = settings(deadline=None, max_examples=150)
+exact = settings(deadline=None, max_examples=60)
 
 
 @exact
