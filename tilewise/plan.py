@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,12 +11,13 @@ from torch import Tensor
 from tilewise import api
 from tilewise.analysis import attention_flops, bytes_ordinary, bytes_tiled, matrix_bytes_avoided
 from tilewise.backends.protocol import Schedule
-from tilewise.backends.reference.segments import Segment, segments
-from tilewise.backends.reference.walk import span
 from tilewise.dispatch import candidates, registry
 from tilewise.errors import OptionError, ShapeError
 from tilewise.problem import Inputs, Problem, decode_inputs, decode_problem
 from tilewise.spec.tiles import EMPTY, FULL, TileGrid, classify_tiles
+
+if TYPE_CHECKING:
+    from tilewise.backends.reference.segments import Segment
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,8 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Plan:
 
 
 def _plan(problem: Problem, inputs: Inputs) -> Plan:
+    from tilewise.backends.reference.segments import segments  # the package's import brings no backend along
+
     asked = candidates(problem)
     name = problem.options.backend
     if name != "auto":
@@ -206,6 +209,8 @@ def _count_tiles(
     problem: Problem, inputs: Inputs, segment: Segment, schedule: Schedule
 ) -> tuple[list[int], int]:
     """(EMPTY, PARTIAL, FULL) counts of one batch entry of a segment, and the pairs in tiles that are not EMPTY."""
+    from tilewise.backends.reference.walk import span
+
     if segment.seqlen_q == 0 or segment.seqlen_k == 0:
         return [0, 0, 0], 0
     grid = TileGrid(
