@@ -15,6 +15,7 @@ from expression_strategies import (
     element,
     trees,
     value_at,
+    values_at,
 )
 from hypothesis import given, settings
 
@@ -112,7 +113,10 @@ def test_random_tree(tree, call):
     got = call.values(tree, torch.float64)
     for point in list(call.points())[::7]:
         where = tuple(point[n] for n in ("b", "h", "i", "j"))
-        want = value_at(tree, point, call.leaves, call.ints, call.floats)
+        known = values_at(tree, point, call.leaves, call.ints, call.floats)
+        if any(n.op in ("min", "max") and all(known[a] == 0 for a in n.args) for n in known):
+            continue  # which of 0.0 and -0.0 is the smaller is left open, and a division would show it
+        want = known[tree]
         assert same(got[where].item(), want), (point, ex.to_text(tree))
 
 
