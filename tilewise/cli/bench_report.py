@@ -262,7 +262,7 @@ def save_plot(rows: list[Row], path: str, facts: dict[str, Any]) -> None:
         for axis, direction in zip(axes, ("forward", "backward"), strict=False):
             _series(axis, [row for row in mine if row.direction == direction], style)
         last = {row.sizes.seqlen_q: row for row in mine}  # backward where it ran, else forward
-        drawn = [(n, last[n].memory / 2**20) for n in sorted(last) if last[n].memory]
+        drawn = [(n, (last[n].memory or 0) / 2**20) for n in sorted(last) if last[n].memory]
         if drawn:
             axes[2].plot(*zip(*drawn, strict=True), **style)
     cold = any(row.timing and row.timing.hot for row in rows)

@@ -109,7 +109,8 @@ def _measure(
     prepared: dict[str, Callable[..., Tensor]] = {}
     for direction in DIRECTIONS:
         made = {name: _row(name, sizes, device, direction, pairs) for name in names}
-        calls, whole = {}, {}
+        calls: dict[str, Callable[[], Any]] = {}
+        whole: dict[str, Callable[[], Any]] = {}
         for name, row in made.items():
             step(f"{sizes.seqlen_q}: {name} {direction}, first call")
             try:
@@ -131,7 +132,7 @@ def _measure(
         for name, found in timings.items():
             made[name].timing = found
             step(f"{sizes.seqlen_q}: memory of {name} {direction}")
-            calls[name] = None  # its graph would count as memory in use
+            del calls[name]  # its graph would count as memory in use
             made[name].memory = count_peak(whole[name], device).extra
         rows += made.values()
     return rows

@@ -86,8 +86,8 @@ def _numbers(line: Line | None) -> tuple[str, str, str]:
 
 def _print_failure(result: Result) -> None:
     print(f"FAILED {result.case.name} on {result.backend}, {result.device}: {result.case.features}")
-    for line in result.message.splitlines()[:8]:
-        print(f"  {line}")
+    for text in result.message.splitlines()[:8]:
+        print(f"  {text}")
     for line in result.lines:
         if not line.ratio <= 1:
             print(f"  {line}")

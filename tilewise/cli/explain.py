@@ -134,7 +134,7 @@ def _read_toml(path: str, text: str) -> Any:
         import tomllib
     except ModuleNotFoundError:  # Python 3.10
         try:
-            import tomli as tomllib
+            import tomli as tomllib  # type: ignore[no-redef, import-not-found, unused-ignore]
         except ModuleNotFoundError:
             raise UsageError(
                 "TOML needs Python 3.11 or the package tomli; a .json file works everywhere"

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tilewise.cli.terminal import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from tilewise.spec.masks import Mask
@@ -27,7 +29,7 @@ MASK_HELP = (
 )
 
 
-def whole(low: int):
+def whole(low: int) -> Callable[[str], int]:
     """Type of an option that is a whole number from `low` on."""
 
     def read(text: str) -> int:
@@ -112,12 +114,12 @@ class MaskTerm:
 
         import tilewise as tw
 
-        if self.name == "documents":
-            ids = (
-                torch.arange(n, dtype=torch.int32, device=device) // self.values[0]
-                for n in (seqlen_q, seqlen_k)
+        size = self.values[0] if self.values else None
+        if self.name == "documents" and size is not None:
+            rows, columns = (
+                torch.arange(n, dtype=torch.int32, device=device) // size for n in (seqlen_q, seqlen_k)
             )
-            mask = tw.document(*ids)
+            mask = tw.document(rows, columns)
         else:
             mask = getattr(tw, self.name)(*self.values)
         return ~mask if self.negated else mask

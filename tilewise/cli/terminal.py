@@ -25,7 +25,7 @@ class UsageError(Exception):
     """What the caller can put right; one line, exit code 2."""
 
 
-def add_output_arguments(parser: argparse.ArgumentParser, what: str) -> None:
+def add_output_arguments(parser: argparse._ActionsContainer, what: str) -> None:
     """--json and --traceback."""
     parser.add_argument("--json", action="store_true", help=f"print one JSON object instead of {what}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")

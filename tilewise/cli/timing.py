@@ -231,9 +231,8 @@ def _time_cuda(
                 cold.append(_between_events(run, 1))
                 hot.append(_between_events(run, HOT_REPLAYS))
                 host.append(_host_seconds(calls[name]))
-    return {
-        name: Timing(
-            *(Series(tuple(seconds)) for seconds in found[name]), captured[name][1], captured[name][2]
-        )
-        for name in calls
-    }
+    timings = {}
+    for name, (_, whole, note) in captured.items():
+        series = [Series(tuple(seconds)) for seconds in found[name]]
+        timings[name] = Timing(series[0], series[1], series[2], whole, note)
+    return timings
