@@ -136,6 +136,21 @@ def test_what_has_no_integer_is_unknown(number):
     assert found.lo.flatten().tolist() == [ex.INT_MIN, -2] and found.hi.flatten().tolist() == [ex.INT_MAX, 7]
 
 
+def test_nan_from_arithmetic_has_no_integer():
+    x = ex.load(0, "float", (ex.variable("i"),))
+    node = ex.cast(ex.apply("mul", x, ex.const(INF)), "int")
+    found = bounds(node, TileGrid(1, 1, 1, 1), [torch.tensor([0.0])], [], [])
+    assert (int(found.lo), int(found.hi)) == (ex.INT_MIN, ex.INT_MAX)
+
+
+def test_heads_and_groups_range_over_all_of_them():
+    """A tile stands for every head: certain only if it is for the first and the last one."""
+    for name, number in (("h", "num_heads_q"), ("g", "num_heads_kv")):
+        node = ex.apply("gt", ex.variable("j"), ex.variable(name))
+        grid = TileGrid(1, 1, 1, 5, **{"num_heads_q": 6, number: 3})
+        assert classify_tiles(node, grid, [], [], []).tolist() == [[EMPTY, PARTIAL, PARTIAL, FULL, FULL]]
+
+
 def test_mod_is_tight_inside_one_period():
     node = ex.apply("mod", ex.variable("q"), ex.const(8))
     found = bounds(node, TileGrid(3, 1, 24, 1, -8, -8), [], [], [])
