@@ -232,3 +232,29 @@ def test_compiled_forward_mode_is_right() -> None:
     # Without fullgraph the call breaks the graph and runs as written; the op itself would give zeros.
     got = torch.compile(tangent, backend="aot_eager")(q)
     torch.testing.assert_close(got, tangent(q))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_heads_read_no_table(backend: str) -> None:
+    q, k, v = (t.requires_grad_() for t in qkv(1, 0, 3, 4))
+    table = torch.zeros(0, 5, dtype=torch.float64, requires_grad=True)
+    out = tw.attention(q, k, v, scores=tw.relative(table), backend=backend)
+    assert out.shape == (1, 0, 3, 4)
+    assert torch.autograd.grad(out.sum(), table)[0].shape == (0, 5)
+
+
+def test_partial_backward_names_a_missing_cotangent() -> None:
+    q, k, v = qkv(1, 1, 3, 2)
+    out, lse = tw.attention(q, k, v, return_lse=True)
+    with pytest.raises(tw.DTypeError, match="do is a tensor"):
+        tw.attention_partial_backward(q, k, v, out, lse, None)
+
+
+def test_partial_backward_checks_leaves_and_lengths_as_a_forward_does() -> None:
+    q, k, v = qkv(1, 2, 5, 4)
+    out, lse = tw.attention(q, k, v, return_lse=True)
+    with pytest.raises(tw.ShapeError, match="row"):
+        tw.attention_partial_backward(q, k, v, out, lse, out, scores=tw.bias(torch.zeros(2, 3, 3)))
+    x = q[0].transpose(0, 1)
+    with pytest.raises(tw.ShapeError, match="cu_seqlens_q"):
+        tw.attention_partial_backward(x, x, x, x, lse[0], x, cu_seqlens_q=torch.tensor([0, 9]))

@@ -160,10 +160,8 @@ def _write(
     _, h_number, _ = (
         _offset("h_offset", h_offset, batch) if isinstance(h_offset, int) else _refuse_h_offset(h_offset)
     )
-    if not isinstance(backend, str):
-        raise OptionError(f"backend is a name, not {backend!r}")
-    if ";" in backend or "#" in backend:  # they separate options in the call's text
-        raise OptionError(f"there is no backend {backend!r}")
+    if not isinstance(backend, str) or ";" in backend or "#" in backend:  # they separate options in the text
+        raise OptionError(f"there is no backend {backend!r}: backend is a name, without ; and #")
 
     mask_term = mask.term
     leaves = [] if mask_term is None else list(mask_term.leaves)
@@ -355,6 +353,8 @@ def attention_partial_backward(
         ("out", out, problem.out_shape), ("do", do, problem.out_shape),
         ("lse", lse, problem.lse_shape), ("dlse", dlse, problem.lse_shape),
     ):  # fmt: skip
+        if not isinstance(t, Tensor) and not (name == "dlse" and t is None):
+            raise DTypeError(f"{name} is a tensor, not {type(t).__name__}")
         if t is not None and tuple(t.shape) != shape:
             raise ShapeError(message(f"{name} has shape {shape}", {name: t, "q": q, "v": v}))
     spec, _ = _read(written.numbers.text)

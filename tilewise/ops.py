@@ -58,6 +58,8 @@ def run_backward(
     """Gradients of those tensors for which `needs` is True, in order."""
     problem, inputs = _decode(tensors, seed, numbers)
     problem = problem.with_gradient()
+    if problem.options.subset:  # no forward has looked at this call
+        check_values(problem, inputs)
     num = len(problem.spec.leaves)
     wanted = Needs(
         needs[0], needs[1], needs[2], tuple(needs[3 : 3 + num]), problem.spec.sink and needs[3 + num]

@@ -123,7 +123,7 @@ def _to_axes(t: Tensor, names: tuple[str, ...]) -> Tensor:
 
 
 def _clamped(leaf: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    if 0 in leaf.shape:
+    if 0 in leaf.shape and all(x.numel() for x in indices):
         raise ShapeError(message("a leaf without elements is read", {"leaf": leaf}))
     return tuple(
         x.clamp(0, size - 1).to(device=leaf.device, dtype=torch.int64)
