@@ -237,7 +237,8 @@ def build_loops(isa: Isa, micro: Micro) -> Loops:
             store_i32(w + LANES.pivot, x, i32(load_i32(w + LANES.h, x) + load_i64(a, P.h_offset)))
         k = first >> 2
         while k * 4 < first + keys:
-            store_i64(w + LANES.counter, 0, k)
+            # The position as uint32, then shifted: bits wrap as in the spec.
+            store_i64(w + LANES.counter, 0, k & 0x3FFFFFFF)
             low, high = max(0, first - k * 4), min(4, first + keys - k * 4)
             row = s + (k * 4 - first) * ROW
             for x in range(0, strips * STRIP, lanes):
@@ -256,7 +257,7 @@ def build_forward(isa: Isa, dtype: str) -> Any:
     scores, weighted, widen, fill, drop = loops.scores, loops.weighted, loops.widen, loops.fill, loops.drop
     segment_of, set_lanes, pack, next_run = loops.segment_of, loops.set_lanes, loops.pack, loops.next_run
     advance, close = micro.advance, micro.close
-    plain, scaled = micro.exponentials(False), micro.exponentials(True)
+    exponentials = micro.exponentials
     unpack_narrow, unpack_wide = micro.unpack_square(dtype), micro.unpack_square("fp32")
     element_store = micro.element_store
 
@@ -265,16 +266,12 @@ def build_forward(isa: Isa, dtype: str) -> Any:
         """One block into (m, l, acc): tiles = (score tile, acc, scratch for v), column = (first key, keys)."""
         s, acc, spare = tiles
         j, keys = column
-        unit = load_f32(a, 2 * P.unit)
-        for x in range(0, strips * STRIP, lanes):
+            for x in range(0, strips * STRIP, lanes):
             at = w + x * 4
-            advance(at + LANES.top, at + LANES.m, at + LANES.pivot, at + LANES.l, at + LANES.alpha, unit)
+            advance(at + LANES.top, at + LANES.m, at + LANES.pivot, at + LANES.l, at + LANES.alpha)
         for strip in range(strips):
             at = w + strip * STRIP * 4
-            if unit == f32(1.0):
-                plain(s + strip * STRIP * 4, at + LANES.pivot, at + LANES.l, keys, unit)
-            else:
-                scaled(s + strip * STRIP * 4, at + LANES.pivot, at + LANES.l, keys, unit)
+            exponentials(s + strip * STRIP * 4, at + LANES.pivot, at + LANES.l, keys)
         if load_i64(a, P.dropout):
             drop(a, w, seg, s, j, keys, strips)
         dim_v, v_row = load_i64(a, P.head_dim_v), load_i64(a, P.v_n)
@@ -338,7 +335,7 @@ def build_forward(isa: Isa, dtype: str) -> Any:
             store_f32(w + LANES.sink, x, logit)
         for x in range(0, strips * STRIP, lanes):
             at = w + x * 4
-            close(at + LANES.m, at + LANES.l, at + LANES.sink, at + LANES.inverse, at + LANES.lse, load_f32(a, 2 * P.natural))
+            close(at + LANES.m, at + LANES.l, at + LANES.sink, at + LANES.inverse, at + LANES.lse)
         for x in range(count):
             h = load_i32(w + LANES.h, x)
             row = load_i64(seg, SEGMENT.row0) + load_i32(w + LANES.i, x)
@@ -393,7 +390,7 @@ def build_forward(isa: Isa, dtype: str) -> Any:
             count = min(BLOCK_ROWS, total - first)
             strips = (count + STRIP - 1) // STRIP
             rows = set_lanes(a, w, seg, unit, first)
-            pack(w + LANES.row_address, load_i64(a, P.head_dim), w + LANES.tile, load_f32(a, 2 * P.q_scale), strips)
+            pack(w + LANES.row_address, load_i64(a, P.head_dim), w + LANES.tile, load_f32(a, 2 * P.scale), strips)
             attend(a, w, seg, rows, unit if packed else unit // group, (split * chunk, min(keys, split * chunk + chunk)), strips)
             write(a, w, seg, split, count, strips)
 
@@ -437,7 +434,7 @@ def build_combine(isa: Isa, dtype: str) -> Any:
                 store_f32(w + LANES.m, 0, base)
                 store_f32(w + LANES.l, 0, l)
                 store_f32(w + LANES.sink, 0, sink)
-                close(w + LANES.m, w + LANES.l, w + LANES.sink, w + LANES.inverse, w + LANES.lse, f32(1.0))
+                close(w + LANES.m, w + LANES.l, w + LANES.sink, w + LANES.inverse, w + LANES.lse)
                 at = load_i64(a, P.lse) + tensor_b * load_i64(a, P.lse_b) + h * load_i64(a, P.lse_h)
                 store_f32(at, row, load_f32(w + LANES.lse, 0))
                 inverse = load_f32(w + LANES.inverse, 0)

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from tilewise.backends.cpu import fold, machine_code, pool
-from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP, Isa, detect
+from tilewise.backends.cpu.isa import BLOCK_ROWS, Isa, detect
 from tilewise.backends.cpu.parameters import LANES, SEGMENT, P
-from tilewise.backends.cpu.slots import Slots, describe, fill, float_bits
+from tilewise.backends.cpu.slots import Slots, fill, float_bits
 from tilewise.backends.cpu.print_interval import needs_table
 from tilewise.spec import expression as ex
 from tilewise.spec.dropout import keep_threshold
+from tilewise.backends.protocol import Schedule
 from tilewise.spec.tiles import TileGrid, classify_tiles
-
-from tilewise.backends.protocol import Schedule  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +34,6 @@ KEY_BLOCK = 192
 FEWEST_TASKS = 16
 SHORTEST_SPLIT = 512
 """A call with fewer than FEWEST_TASKS blocks of rows splits the keys, no finer than SHORTEST_SPLIT."""
-LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -168,17 +165,18 @@ def readable(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
 
 
+@functools.lru_cache(maxsize=64)
 def kernel(isa: Isa, name: str, dtype: str) -> int:
     """Address of a worker, compiled at first use."""
-    return _kernel(isa, name, dtype)
-
-
-@functools.lru_cache(maxsize=64)
-def _kernel(isa: Isa, name: str, dtype: str) -> int:
     def make() -> str:
         from tilewise.backends.cpu import forward_kernel
 
-        build = {"forward": forward_kernel.build_forward, "combine": forward_kernel.build_combine}
+        from tilewise.backends.cpu import backward_kernel as back
+
+        build = {
+            "forward": forward_kernel.build_forward, "combine": forward_kernel.build_combine,
+            "deltas": back.build_deltas, "backward": back.build_backward, "finish": back.build_finish,
+        }  # fmt: skip
         return machine_code.numba_text(build[name](isa, dtype))
 
     return machine_code.load(isa, f"{name} {dtype}", (machine_code.ENTRY,), make)[machine_code.ENTRY]
@@ -195,11 +193,7 @@ def common(problem: Problem, inputs: Inputs) -> Block:
     block.set(P.group, max(problem.group, 1))
     block.set(P.head_dim, s.head_dim)
     block.set(P.head_dim_v, s.head_dim_v)
-    terms = problem.spec.score is not None
     block.set_float(P.scale, inputs.scale)
-    block.set_float(P.q_scale, inputs.scale if terms else inputs.scale * LOG2E)
-    block.set_float(P.unit, LOG2E if terms else 1.0)
-    block.set_float(P.natural, 1.0 if terms else LN2)
     if inputs.sink is not None:
         block.tensor(P.sink, inputs.sink.detach().to(torch.float32).contiguous())
     if problem.spec.dropout:
@@ -248,7 +242,7 @@ def lay_out(block: Block, problem: Problem, inputs: Inputs, found: list[Piece], 
         count = units * -(-rows // BLOCK_ROWS) * splits
         if count == 0:
             continue
-        numbers += [*piece, tasks, splits, chunk, *table]
+        numbers += [*piece, tasks, splits, chunk, *table, 0]
         tasks += count
         most = max(most, splits)
     block.table(P.segments, numbers)

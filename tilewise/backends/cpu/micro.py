@@ -240,35 +240,59 @@ class Micro:
 
         return _emit(i64(i64, i64, f32), body, "source, to, factor")
 
+    @functools.cached_property
+    def add_vector(self) -> Any:
+        """add(to, source): one vector of float32."""
+        def body(b, to, source):  # noqa: ANN001, ANN202
+            w = self.words(b)
+            w.store(b.fadd(w.load(to), w.load(source)), to)
+
+        return _emit(_void(2), body, "to, source")
+
+    @functools.cached_property
+    def row_dot(self) -> Any:
+        """dot(x, y, vectors) -> float32: the product of two stored rows over whole vectors."""
+        def body(b, x, y, vectors):  # noqa: ANN001, ANN202
+            w = self.words(b)
+            total = cgutils.alloca_once(b, w.f)
+            b.store(w.k(0.0), total)
+            with cgutils.for_range(b, vectors, intp=I64) as loop:
+                at = b.mul(loop.index, I64(self.lanes * self.size))
+                b.store(w.fma(w.widen(x, at, self.dtype), w.widen(y, at, self.dtype), b.load(total)), total)
+            return w.sum(b.load(total))
+
+        return _emit(f32(*[i64] * 3), body, "x, y, vectors")
+
     # ---- softmax ---------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def advance(self) -> Any:
-        """advance(top, m, pivot, l, alpha, unit): one vector of rows takes a block's maximum into account.
+        """advance(top, m, pivot, l, alpha): one vector of rows takes a block's maximum into account.
 
-        m = max(m, top); alpha = 2^((old m - pivot) unit); l *= alpha. pivot is m, or 0 where no key was seen:
+        m = max(m, top); alpha = e^(old m - pivot); l *= alpha. pivot is m, or 0 where no key was seen:
         then exp2(-inf) is the 0 it should be.
         """
-        def body(b, top, m, pivot, total, alpha, unit):  # noqa: ANN001, ANN202
+        def body(b, top, m, pivot, total, alpha):  # noqa: ANN001, ANN202
             w = self.words(b)
             old = w.load(m)
             new = w.maximum(w.load(top), old)
             base = b.select(b.fcmp_ordered("==", new, w.k(float("-inf"))), w.k(0.0), new)
-            factor = w.weight(b.fmul(b.fsub(old, base), w.splat(unit)))
+            factor = w.weight(b.fmul(b.fsub(old, base), w.k(LOG2E)))
             w.store(new, m)
             w.store(base, pivot)
             w.store(factor, alpha)
             w.store(b.fmul(w.load(total), factor), total)
 
-        return _emit(_void(5, f32), body, "top, m, pivot, total, alpha, unit")
+        return _emit(_void(5), body, "top, m, pivot, total, alpha")
 
-    def exponentials(self, scaled: bool) -> Any:
-        """exponentials(s, pivot, l, count, unit): one strip of a tile, s = 2^((s - pivot) unit), l += sums."""
+    @functools.cached_property
+    def exponentials(self) -> Any:
+        """exponentials(s, pivot, l, count): one strip of a tile, s = e^(s - pivot), l += sums."""
         vectors, step = self.strip_vectors, self.vector_bytes
 
-        def body(b, s, pivot, total, count, unit):  # noqa: ANN001, ANN202
+        def body(b, s, pivot, total, count):  # noqa: ANN001, ANN202
             w = self.words(b)
-            factor = w.splat(unit)
+            factor = w.k(LOG2E)
             base = [w.load(pivot, v * step) for v in range(vectors)]
             sums = [cgutils.alloca_once(b, w.f) for _ in range(vectors)]
             for cell in sums:
@@ -277,36 +301,50 @@ class Micro:
                 row = b.add(s, b.mul(loop.index, I64(ROW)))
                 for v in range(vectors):
                     x = b.fsub(w.load(row, v * step), base[v])
-                    p = w.weight(b.fmul(x, factor) if scaled else x)
+                    p = w.weight(b.fmul(x, factor))
                     w.store(p, row, v * step)
                     b.store(b.fadd(b.load(sums[v]), p), sums[v])
             for v in range(vectors):
                 w.store(b.fadd(w.load(total, v * step), b.load(sums[v])), total, v * step)
 
-        return _emit(_void(4, f32), body, "s, pivot, total, count, unit")
+        return _emit(_void(4), body, "s, pivot, total, count")
+
+    @functools.cached_property
+    def slopes(self) -> Any:
+        """slopes(s, dp, lse, delta, count): one vector of rows of a tile, s = p = e^(s - lse),
+        dp = ds = p (dp - delta)."""
+        def body(b, s, dp, lse, delta, count):  # noqa: ANN001, ANN202
+            w = self.words(b)
+            base, sub, factor = w.load(lse), w.load(delta), w.k(LOG2E)
+            with cgutils.for_range(b, count, intp=I64) as loop:
+                at = b.mul(loop.index, I64(ROW))
+                p = w.weight(b.fmul(b.fsub(w.load(s, at), base), factor))
+                w.store(p, s, at)
+                w.store(b.fmul(p, b.fsub(w.load(dp, at), sub)), dp, at)
+
+        return _emit(_void(5), body, "s, dp, lse, delta, count")
 
     @functools.cached_property
     def close(self) -> Any:
-        """close(m, l, sink, inverse, lse, natural): one vector of finished rows.
+        """close(m, l, sink, inverse, lse): one vector of finished rows.
 
-        The sink is one more key with value 0. natural turns the unit of m into nats. inverse is 0 for a row
+        The sink is one more key with value 0. inverse is 0 for a row
         that saw nothing, lse is -inf.
         """
-        def body(b, m, total, sink, inverse, lse, natural):  # noqa: ANN001, ANN202
+        def body(b, m, total, sink, inverse, lse):  # noqa: ANN001, ANN202
             w = self.words(b)
             none, zero, log2e = w.k(float("-inf")), w.k(0.0), w.k(LOG2E)
-            top, logit = b.fmul(w.load(m), w.splat(natural)), w.load(sink)
+            top, logit = w.load(m), w.load(sink)
             best = b.select(b.fcmp_ordered(">", logit, top), logit, top)
             base = b.select(b.fcmp_ordered("==", best, none), zero, best)
             alpha = w.exp2(b.fmul(b.fsub(top, base), log2e))
-            sum_ = self_sum = b.fmul(w.load(total), alpha)
-            sum_ = b.fadd(self_sum, w.exp2(b.fmul(b.fsub(logit, base), log2e)))
+            sum_ = b.fadd(b.fmul(w.load(total), alpha), w.exp2(b.fmul(b.fsub(logit, base), log2e)))
             empty = b.fcmp_ordered("==", sum_, zero)
             w.store(b.select(empty, zero, b.fdiv(alpha, sum_)), inverse)
             value = b.fadd(base, b.fmul(w.log2(sum_), w.k(LN2)))
             w.store(b.select(empty, none, value), lse)
 
-        return _emit(_void(5, f32), body, "m, total, sink, inverse, lse, natural")
+        return _emit(_void(5), body, "m, total, sink, inverse, lse")
 
     # ---- dropout ---------------------------------------------------------------------------------------------
 

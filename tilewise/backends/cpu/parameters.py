@@ -22,14 +22,13 @@ P = _slots(
     "do do_b do_h do_n dq dq_b dq_h dq_n dk dk_b dk_h dk_n dv dv_b dv_h dv_n dlse dlse_b dlse_h delta delta_b delta_h "
     "heads heads_kv group head_dim head_dim_v packed wide_out num_splits total_rows key_block superblock "
     "part_out part_lse part_dq leaf_parts leaf_part_bytes "
-    "scale q_scale unit natural sink "
+    "scale sink "
     "dropout threshold factor seed_low seed_high h_offset b_offset "
     "classify fold_full fold_partial slopes_full slopes_partial spec",
 )
-"""A call. q_scale: what q is multiplied with when packed. unit: from the unit of the scores to log2, natural:
-to nats. classify, fold_*, slopes_*: addresses of the spec's code, 0 where the spec has none."""
+"""A call. classify, fold_*, slopes_*: addresses of the spec's code, 0 where the spec has none."""
 
-SEGMENT = _slots("SEGMENT", "row0 rows key0 keys q_offset k_offset b tensor_b first_task splits chunk table columns size")
+SEGMENT = _slots("SEGMENT", "row0 rows key0 keys q_offset k_offset b tensor_b first_task splits chunk table columns first_tile size")
 """A batch entry or a packed sequence; its tasks are first_task and on. table: address of the
 classes of its tiles, rows of `columns` bytes, where the host made them."""
 
@@ -42,5 +41,5 @@ LANES = namedtuple("LANES", "i q h numbers row_address out_address m l pivot alp
 
 NUMBER = _slots("NUMBER", "b g h_first h_last q_offset k_offset")
 """int32 at LANES.numbers: what is one number for the whole block."""
-TABLE = _slots("TABLE", "_0 _1 _2 _3 _4 _5 _6 _7 address columns".replace("_", "unused"))
+TABLE = _slots("TABLE", "a b c d e f g h address columns")
 """int64 at LANES.numbers, after those: the segment's table of tile classes."""
