@@ -98,28 +98,45 @@ def build_backward(isa: Isa, dtype: str) -> Any:
     scores, weighted, widen, fill, drop = loops.scores, loops.weighted, loops.widen, loops.fill, loops.drop
     segment_of, set_lanes, pack, next_run = loops.segment_of, loops.set_lanes, loops.pack, loops.next_run
     slopes, narrow_vector, element_store = micro.slopes, micro.narrow_vector, micro.element_store
+    lane_dot = micro.lane_dot
 
     @njit(**JIT)
     def prepare(a, w, seg, tiles, first):  # noqa: ANN001, ANN202
-        """The block of rows: q and do both ways, lse and delta per lane."""
-        qt, gt, qn, gn = tiles
+        """The block of rows: q and do both ways, lse and delta = sum_d do out - dlse per lane.
+
+        delta is summed in the order in which dp is, so that a row with one key cancels to the bit."""
+        qt, gt, qn, gn, ot = tiles
         dim, dim_v = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v)
         group, packed = load_i64(a, P.group), load_i64(a, P.packed)
         count = load_i64(seg, SEGMENT.rows) * (group if packed else 1) - first
         tensor_b, row0 = load_i64(seg, SEGMENT.tensor_b), load_i64(seg, SEGMENT.row0)
         for x in range(BLOCK_ROWS):
             h, i = load_i32(w + LANES.h, x), row0 + load_i32(w + LANES.i, x)
-            at = tensor_b * load_i64(a, P.do_b) + h * load_i64(a, P.do_h) + i * load_i64(a, P.do_n)
-            store_i64(w + LANES.out_address, x, load_i64(a, P.do) + at)
+            at = tensor_b * load_i64(a, P.out_b) + h * load_i64(a, P.out_h) + i * load_i64(a, P.out_n)
+            store_i64(w + LANES.out_address, x, load_i64(a, P.out) + at)
             lse = load_f32(load_i64(a, P.lse) + tensor_b * load_i64(a, P.lse_b) + h * load_i64(a, P.lse_h), i)
-            delta = load_f32(load_i64(a, P.delta) + tensor_b * load_i64(a, P.delta_b) + h * load_i64(a, P.delta_h), i)
             # A row that saw nothing has lse = -inf: +inf instead makes every weight 0. So do lanes past the end.
             dead = x >= count or lse == f32(-math.inf)
             store_f32(w + LANES.m, x, f32(math.inf) if dead else lse)
-            store_f32(w + LANES.l, x, f32(0.0) if dead else delta)
         strips = BLOCK_ROWS // STRIP
+        pack(w + LANES.out_address, dim_v, ot, f32(1.0), strips)
+        for x in range(BLOCK_ROWS):
+            h, i = load_i32(w + LANES.h, x), row0 + load_i32(w + LANES.i, x)
+            at = tensor_b * load_i64(a, P.do_b) + h * load_i64(a, P.do_h) + i * load_i64(a, P.do_n)
+            store_i64(w + LANES.out_address, x, load_i64(a, P.do) + at)
         pack(w + LANES.row_address, dim, qt, load_f32(a, 2 * P.scale), strips)
         pack(w + LANES.out_address, dim_v, gt, f32(1.0), strips)
+        for x in range(0, BLOCK_ROWS, lanes):
+            lane_dot(gt + x * 4, ot + x * 4, dim_v, w + LANES.l + x * 4)
+        dlse = load_i64(a, P.dlse)
+        for x in range(BLOCK_ROWS):
+            h, i = load_i32(w + LANES.h, x), row0 + load_i32(w + LANES.i, x)
+            delta = load_f32(w + LANES.l, x)
+            if dlse:
+                delta -= load_f32(dlse + tensor_b * load_i64(a, P.dlse_b) + h * load_i64(a, P.dlse_h), i)
+            # Every task that meets this row writes the same bits here.
+            store_f32(load_i64(a, P.delta) + tensor_b * load_i64(a, P.delta_b) + h * load_i64(a, P.delta_h), i, delta)
+            store_f32(w + LANES.l, x, f32(0.0) if load_f32(w + LANES.m, x) == f32(math.inf) else delta)
         natural(w + LANES.row_address, dim, (dim + STRIP - 1) // STRIP * STRIP, qn)
         natural(w + LANES.out_address, dim_v, (dim_v + STRIP - 1) // STRIP * STRIP, gn)
 
@@ -183,7 +200,8 @@ def build_backward(isa: Isa, dtype: str) -> Any:
         gt = qt + dim * ROW
         qn = gt + dim_v * ROW
         gn = qn + padded * ROW
-        s = gn + padded_v * ROW
+        ot = gn + padded_v * ROW
+        s = ot + dim_v * ROW
         dp = s + block * ROW
         wide_k = dp + block * ROW
         wide_v = wide_k + (block * dim * 4 if half else 0)
@@ -211,7 +229,7 @@ def build_backward(isa: Isa, dtype: str) -> Any:
                     kind, n = next_run(a, w, rows, j, span[1], block)
                     if kind != EMPTY:
                         if not ready:
-                            prepare(a, w, seg, (qt, gt, qn, gn), number * BLOCK_ROWS)
+                            prepare(a, w, seg, (qt, gt, qn, gn, ot), number * BLOCK_ROWS)
                             ready = True
                         at = j - span[0]
                         sources = (k + j * k_row, k_row, v + j * v_row, v_row,
@@ -249,37 +267,6 @@ def build_backward(isa: Isa, dtype: str) -> Any:
                 j = stop
 
     return backward
-
-
-def build_deltas(isa: Isa, dtype: str) -> Any:
-    """The worker that writes delta = sum_d do out - dlse, one segment and head a task."""
-    micro = Micro(isa, dtype)
-    row_dot, element_load = micro.row_dot, micro.element_load
-    lanes = isa.lanes
-
-    def deltas(a):  # noqa: ANN001, ANN202
-        heads, dim = load_i64(a, P.heads), load_i64(a, P.head_dim_v)
-        while True:
-            task = take(a + P.task * 8)
-            if task >= load_i64(a, P.num_segments) * heads:
-                break
-            seg, h = load_i64(a, P.segments) + task // heads * SEGMENT.size * 8, task % heads
-            b = load_i64(seg, SEGMENT.tensor_b)
-            do = load_i64(a, P.do) + b * load_i64(a, P.do_b) + h * load_i64(a, P.do_h)
-            out = load_i64(a, P.out) + b * load_i64(a, P.out_b) + h * load_i64(a, P.out_h)
-            to = load_i64(a, P.delta) + b * load_i64(a, P.delta_b) + h * load_i64(a, P.delta_h)
-            dlse = load_i64(a, P.dlse)
-            first = load_i64(seg, SEGMENT.row0)
-            for i in range(first, first + load_i64(seg, SEGMENT.rows)):
-                x, y = do + i * load_i64(a, P.do_n), out + i * load_i64(a, P.out_n)
-                value = row_dot(x, y, dim // lanes)
-                for d in range(dim // lanes * lanes, dim):
-                    value += element_load(x, d) * element_load(y, d)
-                if dlse:
-                    value -= load_f32(dlse + b * load_i64(a, P.dlse_b) + h * load_i64(a, P.dlse_h), i)
-                store_f32(to, i, value)
-
-    return deltas
 
 
 def build_finish(isa: Isa, dtype: str) -> Any:

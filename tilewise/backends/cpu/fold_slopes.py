@@ -20,7 +20,7 @@ from tilewise.backends.cpu.isa import STRIP
 from tilewise.backends.cpu.micro import ROW
 from tilewise.backends.cpu.parameters import LANES
 from tilewise.backends.cpu.print_vector import KEY, LANE
-from tilewise.backends.cpu.words import F32, I32, I64, LOG2E
+from tilewise.backends.cpu.words import F32, I32, I64
 from tilewise.spec.derivative import differentiate
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def print_slopes(
                 value = printer.vector(score)
                 if keep is not None:
                     value = b.select(printer.vector(keep), value, w.k(float("-inf")))
-                p = w.weight(b.fmul(b.fsub(value, lse[v]), w.k(LOG2E)))
+                p = w.weight(b.fsub(value, lse[v]))
                 # Where the weight is 0 the pair is hidden or might as well be: a slope without bound must not enter.
                 dead = b.fcmp_ordered("==", p, w.k(0.0))
                 ds = b.fmul(p, b.fsub(w.load(dp, place), delta[v]))

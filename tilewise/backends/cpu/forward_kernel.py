@@ -266,7 +266,7 @@ def build_forward(isa: Isa, dtype: str) -> Any:
         """One block into (m, l, acc): tiles = (score tile, acc, scratch for v), column = (first key, keys)."""
         s, acc, spare = tiles
         j, keys = column
-            for x in range(0, strips * STRIP, lanes):
+        for x in range(0, strips * STRIP, lanes):
             at = w + x * 4
             advance(at + LANES.top, at + LANES.m, at + LANES.pivot, at + LANES.l, at + LANES.alpha)
         for strip in range(strips):

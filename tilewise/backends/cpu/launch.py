@@ -175,7 +175,7 @@ def kernel(isa: Isa, name: str, dtype: str) -> int:
 
         build = {
             "forward": forward_kernel.build_forward, "combine": forward_kernel.build_combine,
-            "deltas": back.build_deltas, "backward": back.build_backward, "finish": back.build_finish,
+            "backward": back.build_backward, "finish": back.build_finish,
         }  # fmt: skip
         return machine_code.numba_text(build[name](isa, dtype))
 

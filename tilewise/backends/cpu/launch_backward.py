@@ -44,7 +44,7 @@ def scratch_bytes(problem: Problem) -> int:
     """Bytes of one thread's scratch."""
     s = problem.shape
     padded, padded_v = (-(-d // STRIP) * STRIP for d in (s.head_dim, s.head_dim_v))
-    rows = BLOCK_ROWS * (s.head_dim + s.head_dim_v + padded + padded_v + 2 * KEY_BLOCK)
+    rows = BLOCK_ROWS * (s.head_dim + 2 * s.head_dim_v + padded + padded_v + 2 * KEY_BLOCK)
     wide = 0 if problem.dtype == torch.float32 else KEY_BLOCK * (s.head_dim + s.head_dim_v)
     return LANES.tile + 4 * (rows + wide + SUPERBLOCK * (padded + padded_v)) + 256
 
@@ -98,7 +98,7 @@ class LeafSums:
             if not shared and tasks * leaf.numel() > LARGEST_PARTS:
                 self.fits = False
                 return
-            total = torch.zeros((1 if shared else tasks, *leaf.shape), dtype=torch.float32)
+            total = torch.zeros((1 if shared else max(tasks, 1), *leaf.shape), dtype=torch.float32)
             strides = [4 * n for n in total.stride()[1:]]
             self.totals.append(total)
             self.entries += [total.data_ptr(), 0 if shared else 4 * leaf.numel(), *strides]
@@ -148,12 +148,13 @@ def backward(
     if not sums.fits:
         return None
     packed_layout = problem.options.layout == "varlen"
-    delta = torch.empty(lse.shape, dtype=torch.float32)
     per_row = (lambda t: (0, t.stride(0))) if packed_layout else (lambda t: t.stride()[:2])
     if dlse is not None:
         dlse = dlse.to(torch.float32)
         dlse = dlse if dlse.stride(-1) == 1 else dlse.contiguous()
         block.tensor(P.dlse, dlse, per_row(dlse))
+    # A row that meets no tile keeps this: its out is 0.
+    delta = torch.zeros(lse.shape, dtype=torch.float32) if dlse is None else -dlse
     lse = lse if lse.stride(-1) == 1 else lse.contiguous()
     block.tensor(P.lse, lse, per_row(lse))
     block.tensor(P.delta, delta, per_row(delta))
@@ -175,32 +176,19 @@ def backward(
         block.table(P.leaf_parts, sums.entries)
         threads = pool.num_threads()
         block.scratch(scratch_bytes(problem), threads)
-        units = len(found) * s.num_heads_q
-        block.run(kernel(isa, "deltas", dtype), units, threads)
         block.run(kernel(isa, "backward", dtype), tasks, threads)
         block.run(kernel(isa, "finish", dtype), len(found) * (s.num_heads_kv if packs(problem) else s.num_heads_q), threads)
     leaves = sums.gradients(inputs)
-    sink = _sink(problem, inputs, lse, delta, dlse, found) if needs.sink else None
+    sink = _sink(inputs, lse, delta) if needs.sink else None
     if block.values[P.flag] or not all(t is None or bool(torch.isfinite(t).all()) for t in (*leaves, sink)):
         return None
     return Gradients(made[0], made[1], made[2], leaves, sink)
 
 
-def _sink(problem: Problem, inputs: Inputs, lse: Tensor, delta: Tensor, dlse: Tensor | None, found: list[Piece]) -> Tensor:
+def _sink(inputs: Inputs, lse: Tensor, delta: Tensor) -> Tensor:
     """The sink is a key with value 0: ds = -p delta, summed over the rows of its head."""
-    logit = inputs.sink.detach().to(torch.float32)  # type: ignore[union-attr]
-    covered = torch.zeros(lse.shape[-1], dtype=torch.bool) if problem.options.layout == "varlen" else None
-    logit = logit.view(-1, 1) if covered is not None else logit.view(1, -1, 1)
+    logit = inputs.sink.detach().to(torch.float32).view((-1, 1) if lse.ndim == 2 else (1, -1, 1))  # type: ignore[union-attr]
     weight = torch.exp2((logit - lse) * math.log2(math.e))
-    # Rows outside every piece have no delta: without keys out is 0, so that delta is -dlse.
-    if covered is not None:
-        for piece in found:
-            covered[piece.row0 : piece.row0 + piece.rows] = True
-        other = torch.zeros(()) if dlse is None else -dlse
-        delta = torch.where(covered, delta, other)
-    elif not found:
-        delta = torch.zeros_like(lse) if dlse is None else -dlse
     ds = torch.where((weight == 0) | (lse == -math.inf) | (logit == -math.inf), 0.0, weight * -delta)
-    total = ds.sum(1) if covered is not None else ds.sum((0, 2))
+    total = ds.sum(1) if lse.ndim == 2 else ds.sum((0, 2))
     return total.to(inputs.sink.dtype)  # type: ignore[union-attr]
-

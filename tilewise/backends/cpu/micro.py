@@ -22,7 +22,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP
-from tilewise.backends.cpu.words import F32, HALF, I16, I32, I64, LN2, LOG2E, Words
+from tilewise.backends.cpu.words import F32, HALF, I16, I32, I64, LOG2E, Words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -250,18 +250,18 @@ class Micro:
         return _emit(_void(2), body, "to, source")
 
     @functools.cached_property
-    def row_dot(self) -> Any:
-        """dot(x, y, vectors) -> float32: the product of two stored rows over whole vectors."""
-        def body(b, x, y, vectors):  # noqa: ANN001, ANN202
+    def lane_dot(self) -> Any:
+        """dot(x, y, rows, to): one vector of lanes, the sum over the tiles' rows of x y, in the order of a product."""
+        def body(b, x, y, rows, to):  # noqa: ANN001, ANN202
             w = self.words(b)
             total = cgutils.alloca_once(b, w.f)
             b.store(w.k(0.0), total)
-            with cgutils.for_range(b, vectors, intp=I64) as loop:
-                at = b.mul(loop.index, I64(self.lanes * self.size))
-                b.store(w.fma(w.widen(x, at, self.dtype), w.widen(y, at, self.dtype), b.load(total)), total)
-            return w.sum(b.load(total))
+            with cgutils.for_range(b, rows, intp=I64) as loop:
+                at = b.mul(loop.index, I64(ROW))
+                b.store(w.fma(w.load(x, at), w.load(y, at), b.load(total)), total)
+            w.store(b.load(total), to)
 
-        return _emit(f32(*[i64] * 3), body, "x, y, vectors")
+        return _emit(_void(4), body, "x, y, rows, to")
 
     # ---- softmax ---------------------------------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ class Micro:
             old = w.load(m)
             new = w.maximum(w.load(top), old)
             base = b.select(b.fcmp_ordered("==", new, w.k(float("-inf"))), w.k(0.0), new)
-            factor = w.weight(b.fmul(b.fsub(old, base), w.k(LOG2E)))
+            factor = w.weight(b.fsub(old, base))
             w.store(new, m)
             w.store(base, pivot)
             w.store(factor, alpha)
@@ -292,7 +292,6 @@ class Micro:
 
         def body(b, s, pivot, total, count):  # noqa: ANN001, ANN202
             w = self.words(b)
-            factor = w.k(LOG2E)
             base = [w.load(pivot, v * step) for v in range(vectors)]
             sums = [cgutils.alloca_once(b, w.f) for _ in range(vectors)]
             for cell in sums:
@@ -300,8 +299,7 @@ class Micro:
             with cgutils.for_range(b, count, intp=I64) as loop:
                 row = b.add(s, b.mul(loop.index, I64(ROW)))
                 for v in range(vectors):
-                    x = b.fsub(w.load(row, v * step), base[v])
-                    p = w.weight(b.fmul(x, factor))
+                    p = w.weight(b.fsub(w.load(row, v * step), base[v]))
                     w.store(p, row, v * step)
                     b.store(b.fadd(b.load(sums[v]), p), sums[v])
             for v in range(vectors):
@@ -315,10 +313,10 @@ class Micro:
         dp = ds = p (dp - delta)."""
         def body(b, s, dp, lse, delta, count):  # noqa: ANN001, ANN202
             w = self.words(b)
-            base, sub, factor = w.load(lse), w.load(delta), w.k(LOG2E)
+            base, sub = w.load(lse), w.load(delta)
             with cgutils.for_range(b, count, intp=I64) as loop:
                 at = b.mul(loop.index, I64(ROW))
-                p = w.weight(b.fmul(b.fsub(w.load(s, at), base), factor))
+                p = w.weight(b.fsub(w.load(s, at), base))
                 w.store(p, s, at)
                 w.store(b.fmul(p, b.fsub(w.load(dp, at), sub)), dp, at)
 
@@ -341,7 +339,7 @@ class Micro:
             sum_ = b.fadd(b.fmul(w.load(total), alpha), w.exp2(b.fmul(b.fsub(logit, base), log2e)))
             empty = b.fcmp_ordered("==", sum_, zero)
             w.store(b.select(empty, zero, b.fdiv(alpha, sum_)), inverse)
-            value = b.fadd(base, b.fmul(w.log2(sum_), w.k(LN2)))
+            value = b.fadd(base, w.log(sum_))
             w.store(b.select(empty, none, value), lse)
 
         return _emit(_void(5), body, "m, total, sink, inverse, lse")

@@ -16,7 +16,7 @@ from llvmlite.ir import instructions
 
 F32, F64, HALF = ir.FloatType(), ir.DoubleType(), ir.HalfType()
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
-LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
+LOG2E = 1.4426950408889634
 
 EXP2 = {
     6: (0.00015353361959569156, 0.0013398875016719103, 0.00961843691766262, 0.055503323674201965, 0.24022647738456726,
@@ -100,8 +100,13 @@ class Words:
         return b.bitcast(b.add(b.bitcast(self.poly(fraction, EXP2[degree]), self.i), shift), self.f)
 
     def weight(self, x: ir.Value) -> ir.Value:
-        """2^x for a weight, x <= 0 but for rounding: below 2^-126 it is 0."""
-        return self.b.select(self.b.fcmp_ordered("<", x, self.k(-126.0)), self.k(0.0), self._power(x, 6))
+        """e^x for a weight, x <= 0 but for rounding: below e^-87 it is 0. The product with log2(e) is not rounded."""
+        b = self.b
+        rounded = self.fma(x, self.k(LOG2E), self.k(ROUND))
+        fraction = self.fma(x, self.k(LOG2E), b.fsub(self.k(ROUND), rounded))
+        shift = b.shl(b.bitcast(rounded, self.i), self.n(23))
+        value = b.bitcast(b.add(b.bitcast(self.poly(fraction, EXP2[6]), self.i), shift), self.f)
+        return b.select(b.fcmp_ordered("<", x, self.k(-87.0)), self.k(0.0), value)
 
     def exp2(self, x: ir.Value) -> ir.Value:
         """2^x for any x; below 2^-126 it is 0."""
@@ -122,7 +127,8 @@ class Words:
         big = b.bitcast(b.or_(b.bitcast(big, self.i), sign), self.f)
         return b.select(b.fcmp_ordered("<", size, self.k(0.625)), small, big)
 
-    def log2(self, x: ir.Value) -> ir.Value:
+    def _logarithm(self, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """(t, rest, whole): ln x = t + rest + whole ln 2, for positive finite x."""
         b = self.b
         tiny = b.fcmp_ordered("<", x, self.k(2.0**-126))
         scaled = b.select(tiny, b.fmul(x, self.k(2.0**23)), x)
@@ -132,11 +138,25 @@ class Words:
         t = b.fsub(mantissa, self.k(1.0))
         square = b.fmul(t, t)
         rest = b.fsub(b.fmul(b.fmul(t, square), self.poly(t, LOG)), b.fmul(square, self.k(0.5)))
-        whole = b.fadd(b.sitofp(exponent, self.f), b.select(tiny, self.k(-23.0), self.k(0.0)))
-        value = b.fadd(self.fma(t, self.k(LOG2E), b.fmul(rest, self.k(LOG2E))), whole)
+        return t, rest, b.fadd(b.sitofp(exponent, self.f), b.select(tiny, self.k(-23.0), self.k(0.0)))
+
+    def _outside(self, x: ir.Value, value: ir.Value) -> ir.Value:
+        """A logarithm where x is 0, negative, infinite or NaN."""
+        b = self.b
         value = b.select(b.fcmp_unordered("<", x, self.k(0.0)), self.k(float("nan")), value)
         value = b.select(b.fcmp_ordered("==", x, self.k(0.0)), self.k(float("-inf")), value)
         return b.select(b.fcmp_ordered("==", x, self.k(float("inf"))), x, value)
+
+    def log2(self, x: ir.Value) -> ir.Value:
+        t, rest, whole = self._logarithm(x)
+        value = self.b.fadd(self.fma(t, self.k(LOG2E), self.b.fmul(rest, self.k(LOG2E))), whole)
+        return self._outside(x, value)
+
+    def log(self, x: ir.Value) -> ir.Value:
+        """Natural logarithm; ln 2 in two parts, after Cephes."""
+        t, rest, whole = self._logarithm(x)
+        low = self.fma(whole, self.k(-2.12194440e-4), rest)
+        return self._outside(x, self.fma(whole, self.k(0.693359375), self.b.fadd(t, low)))
 
     def sum(self, x: ir.Value) -> ir.Value:
         """The sum of the lanes, pairwise, as a scalar."""
