@@ -39,7 +39,7 @@ def divide(a: float, b: float) -> float:
 
 
 def floor(x: float) -> float:
-    return float(math.floor(x)) if math.isfinite(x) else x
+    return math.copysign(float(math.floor(x)), x) if math.isfinite(x) else x
 
 
 def exp2(x: float) -> float:

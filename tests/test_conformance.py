@@ -10,11 +10,12 @@ import pytest
 import torch
 from oracle import Dense, dense_attention, philox_kept
 
+import tilewise
 from tilewise.testing import poison
 from tilewise.testing.budgets import compare
 from tilewise.testing.cases import Case, all_cases, find_case
 from tilewise.testing.cases_crossed import FACTORS, pairwise
-from tilewise.testing.conformance import expected, run_case
+from tilewise.testing.conformance import check_refusal, expected, run_case
 from tilewise.testing.ordinary import _kept, evaluate
 
 CASES = {case.name: case for case in all_cases()}
@@ -42,7 +43,7 @@ def test_pairwise_covers_every_pair() -> None:
 
 @pytest.mark.parametrize("name", DENSE)
 def test_truth_agrees_with_a_second_oracle(name: str) -> None:
-    """Two dense evaluations, written apart, agree to float64: out, lse and the gradients of q, k, v and sink."""
+    """Two dense evaluations, written apart, agree to float64: out, lse, gradients of q, k, v and sink."""
     case = CASES[name]
     values, truth, _ = expected(case)
     q, k, v = (t.double().requires_grad_() for t in (values.q, values.k, values.v))
@@ -70,7 +71,7 @@ def test_truth_agrees_with_a_second_oracle(name: str) -> None:
     for (name, t), grad in zip(inputs.items(), grads, strict=True):
         got["d" + name] = torch.zeros_like(t) if grad is None else grad
     for name, t in got.items():
-        line = compare(name, t, truth[name], truth[name])
+        line = compare(name, t, [truth[name]], truth[name])
         assert line.ratio <= 1, line
 
 
@@ -129,7 +130,7 @@ def _line(error: float) -> float:
     ordinary = (truth + 1e-4).float()
     result = truth.clone()
     result[0] += error
-    return compare("dq", result.float(), ordinary, truth).ratio
+    return compare("dq", result.float(), [ordinary], truth).ratio
 
 
 def test_budget_is_a_multiple_of_ordinary_error() -> None:
@@ -139,7 +140,7 @@ def test_budget_is_a_multiple_of_ordinary_error() -> None:
 def test_budget_notices_nan_and_infinity() -> None:
     truth = torch.tensor([1.0, -math.inf], dtype=torch.float64)
     good = truth.float()
-    assert compare("lse", good, good, truth).ratio == 0
+    assert compare("lse", good, [good], truth).ratio == 0
     for bad in (
         [math.nan, -math.inf],
         [1.0, math.nan],
@@ -148,12 +149,60 @@ def test_budget_notices_nan_and_infinity() -> None:
         [-math.inf, -math.inf],
     ):
         with pytest.raises(AssertionError):
-            compare("lse", torch.tensor(bad), good, truth)
+            compare("lse", torch.tensor(bad), [good], truth)
 
 
 def test_ordinary_is_within_its_own_budget() -> None:
     case: Case = find_case("everything-bf16")
     _, truth, ordinary = expected(case)
     for name, t in ordinary.items():
-        assert compare(name, t, t, truth[name]).ratio <= 1
+        assert compare(name, t[0], t, truth[name]).ratio <= 1
     assert set(truth) == set(evaluate(case, case.draw(), torch.float32))
+
+
+FAULTS = {
+    "scaled": lambda out, lse: (out * 1.001, lse),
+    "shifted lse": lambda out, lse: (out, lse + 1e-3),
+    "one entry": lambda out, lse: (out + torch.eye(out[0].numel())[7].view(out[:1].shape) * 1e-4, lse),
+    "NaN": lambda out, lse: (torch.where(out == out.max(), math.nan, out), lse),
+    "dtype": lambda out, lse: (out.double(), lse),
+    "order": lambda out, lse: (out.transpose(1, 2).contiguous().transpose(1, 2), lse),
+    "no gradient of lse": lambda out, lse: (out, lse.detach() + 0 * out.sum()),
+    "gradient": lambda out, lse: (out + (out - out.detach()) * 0.01, lse),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_run_case_notices(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that is slightly wrong in one respect fails the case."""
+    case = find_case("term-alibi")
+    honest = tilewise.attention
+
+    def attention(*args, **options):
+        return FAULTS[fault](*honest(*args, **options))
+
+    run_case(case, "blockwise")
+    monkeypatch.setattr(tilewise, "attention", attention)
+    with pytest.raises((AssertionError, RuntimeError)):
+        run_case(case, "blockwise")
+
+
+@pytest.mark.parametrize("backend", ["blockwise", "naive", "no_such_backend"])
+def test_an_unfounded_refusal_fails(backend: str) -> None:
+    """blockwise and naive may refuse nothing; another backend's refusal must be one that explain knows of."""
+    with pytest.raises(AssertionError):
+        check_refusal(find_case("plain-fp32"), backend, "cpu", tilewise.UnsupportedProblem("not today"))
+
+
+def test_unread_memory_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output that is allocated and never written is NaN, so a case cannot pass on old memory."""
+    lazy: dict = {"__name__": "tilewise.lazy", "torch": torch}
+    exec(
+        "def attention(q, k, v, **options):\n"
+        "    zero = 0 * (q + k.sum() + v.sum())\n"
+        "    return torch.empty_like(q) + zero, zero.sum(-1)",
+        lazy,
+    )
+    monkeypatch.setattr(tilewise, "attention", lazy["attention"])
+    with poison.poisoned_memory(), pytest.raises(AssertionError, match="NaN"):
+        run_case(find_case("plain-fp32"), "blockwise")

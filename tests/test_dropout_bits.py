@@ -53,8 +53,8 @@ def test_mask_is_the_written_formula():
     kept = dropout_mask(torch.tensor(seed), p, 2, 3, 4, 9, q_offset=-2, k_offset=-5, h_offset=7, b_offset=11)
     key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
     for b, h, i, j in torch.cartesian_prod(*map(torch.arange, kept.shape)).tolist():
-        k = (j - 5) & 0xFFFFFFFF
-        word = philox_in_integers((k >> 2, (i - 2) & 0xFFFFFFFF, h + 7, b + 11), key)[k & 3]
+        k = j - 5
+        word = philox_in_integers(((k >> 2) & 0xFFFFFFFF, (i - 2) & 0xFFFFFFFF, h + 7, b + 11), key)[k & 3]
         assert kept[b, h, i, j].item() == (word >= math.floor(p * 2**32))
 
 

@@ -41,7 +41,9 @@ def test_reasons_and_refusals():
 
 def test_plan_prints_and_serialises():
     bias = torch.zeros(1, 2, 8, 8)
-    plan = tw.explain(*[(1, 2, 8, 4)] * 3, mask=tw.causal(), scores=tw.bias(bias), sink=torch.zeros(2), dropout=0.1)
+    plan = tw.explain(
+        *[(1, 2, 8, 4)] * 3, mask=tw.causal(), scores=tw.bias(bias), sink=torch.zeros(2), dropout=0.1
+    )
     text = str(plan)
     for word in ("blockwise", "causal", "bias", "sink", "dropout", "not built"):
         assert word in text

@@ -32,7 +32,9 @@ def test_multihead_equals_torch_module():
 
 def test_grouped_heads_context_and_sink_train():
     torch.manual_seed(0)
-    module = twnn.MultiheadAttention(10, 4, num_heads_kv=2, head_dim=3, sink=True, dropout=0.1, backend="blockwise")
+    module = twnn.MultiheadAttention(
+        10, 4, num_heads_kv=2, head_dim=3, sink=True, dropout=0.1, backend="blockwise"
+    )
     x, context = torch.randn(2, 5, 10), torch.randn(2, 8, 10)
     out = module(x, context, mask=tw.key_padding(torch.tensor([8, 3])))
     assert out.shape == (2, 5, 10)

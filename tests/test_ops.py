@@ -105,7 +105,9 @@ def test_second_order_agrees_with_plain_autograd(name):
         return p @ v.repeat_interleave(H // HKV, 1), lse
 
     def second(fn):
-        first = torch.autograd.grad(sum((w * y).sum() for w, y in zip(weights, fn(*inputs))), inputs, create_graph=True)
+        first = torch.autograd.grad(
+            sum((w * y).sum() for w, y in zip(weights, fn(*inputs), strict=True)), inputs, create_graph=True
+        )
         return torch.autograd.grad(sum((g * g).sum() for g in first), inputs)
 
     for ours, theirs in zip(second(run), second(plain_attention), strict=True):
@@ -133,9 +135,20 @@ def test_opcheck(name):
     leaves = [leaf(*shape) for shape in shapes]
     from tilewise import api
 
-    written = api._write(tensors(), None, **{"mask": None, "scores": (), "backend": "blockwise", **build(leaves)})
+    written = api._write(
+        tensors(), None, **{"mask": None, "scores": (), "backend": "blockwise", **build(leaves)}
+    )
     q, k, v, *rest = written.tensors
-    args = (q, k, v, rest, list(written.numbers.ints), list(written.numbers.floats), written.seed, written.numbers.text)
+    args = (
+        q,
+        k,
+        v,
+        rest,
+        list(written.numbers.ints),
+        list(written.numbers.floats),
+        written.seed,
+        written.numbers.text,
+    )
     torch.library.opcheck(torch.ops.tilewise.attention.default, args)
     out, lse = torch.ops.tilewise.attention(*args)
     needs = [x.requires_grad for x in (q, k, v, *rest)]
@@ -168,13 +181,22 @@ def test_op_and_function_agree(name):
     written = api._write(tensors(), None, **options)
     q, k, v, *rest = written.tensors
     by_op = torch.ops.tilewise.attention(
-        q, k, v, rest, list(written.numbers.ints), list(written.numbers.floats), written.seed, written.numbers.text
+        q,
+        k,
+        v,
+        rest,
+        list(written.numbers.ints),
+        list(written.numbers.floats),
+        written.seed,
+        written.numbers.text,
     )
     by_function = call(written.tensors, written.seed, Numbers(*written.numbers))
     wanted = [x for x in written.tensors if x.requires_grad]
     for a, b in zip(by_op, by_function, strict=True):
         assert torch.equal(a, b)
-    grads = [torch.autograd.grad(y[0].sum() + y[1].nan_to_num(0, 0, 0).sum(), wanted) for y in (by_op, by_function)]
+    grads = [
+        torch.autograd.grad(y[0].sum() + y[1].nan_to_num(0, 0, 0).sum(), wanted) for y in (by_op, by_function)
+    ]
     for a, b in zip(*grads, strict=True):
         assert torch.equal(a, b)
 
@@ -188,7 +210,9 @@ def test_vmap_is_a_loop(name):
         return run(q, k, v, *leaves)[0]
 
     randomness = "same" if name == "dropped" else "error"
-    ours = torch.vmap(forward, in_dims=(0, 0, 0, *[None] * len(leaves)), randomness=randomness)(q, k, v, *leaves)
+    ours = torch.vmap(forward, in_dims=(0, 0, 0, *[None] * len(leaves)), randomness=randomness)(
+        q, k, v, *leaves
+    )
     loop = torch.stack([forward(*x, *leaves) for x in zip(q, k, v, strict=True)])
     torch.testing.assert_close(ours, loop, rtol=1e-12, atol=1e-12)
 
@@ -197,7 +221,9 @@ def test_vmap_is_a_loop(name):
 
     which = tuple(range(3 + len(leaves)))
     per_sample = torch.func.grad(loss, which)
-    ours = torch.vmap(per_sample, in_dims=(0, 0, 0, *[None] * len(leaves)), randomness=randomness)(q, k, v, *leaves)
+    ours = torch.vmap(per_sample, in_dims=(0, 0, 0, *[None] * len(leaves)), randomness=randomness)(
+        q, k, v, *leaves
+    )
     for n, entry in enumerate(zip(q, k, v, strict=True)):
         for a, b in zip(ours, per_sample(*entry, *leaves), strict=True):
             torch.testing.assert_close(a[n], b, rtol=1e-10, atol=1e-10)
@@ -280,7 +306,9 @@ def test_compile_with_a_custom_mask_made_outside():
     n = 3
     mask = tw.custom(lambda q, k: (q - k) % n == 0)
     q, k, v = (x.detach() for x in tensors(torch.float32))
-    run = torch.compile(lambda q, k, v: tw.attention(q, k, v, mask=mask, backend="blockwise"), fullgraph=True, backend="eager")
+    run = torch.compile(
+        lambda q, k, v: tw.attention(q, k, v, mask=mask, backend="blockwise"), fullgraph=True, backend="eager"
+    )
     torch.testing.assert_close(run(q, k, v), tw.attention(q, k, v, mask=mask, backend="blockwise"))
 
 
@@ -291,7 +319,9 @@ def test_export_with_dynamic_lengths(name):
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.leaves = torch.nn.ParameterList([leaf(*(1 if s in (N, M) else s for s in shape)) for shape in shapes])
+            self.leaves = torch.nn.ParameterList(
+                [leaf(*(1 if s in (N, M) else s for s in shape)) for shape in shapes]
+            )
 
         def forward(self, q, k, v):
             return tw.attention(q, k, v, backend="blockwise", **build(list(self.leaves)))

@@ -60,9 +60,28 @@ if hasattr(tilewise, "attention"):
 
 
 def test_import_brings_no_backend_along():
-    heavy = ("transformers", "numba", "matplotlib")
-    done = python(f"import sys, tilewise; print([name for name in {heavy} if name in sys.modules])")
-    assert done.stdout.strip() == "[]", done.stderr
+    heavy = (
+        "transformers",
+        "numba",
+        "llvmlite",
+        "triton",
+        "matplotlib",
+        "rich",
+        "hypothesis",
+        "pytest",
+        "sympy",
+    )
+    done = python(
+        f"""
+import sys, torch
+before = set(sys.modules)
+import tilewise
+new = set(sys.modules) - before
+print([name for name in {heavy} if name in new], [name for name in new if name.startswith("tilewise.backends.")
+    and name != "tilewise.backends.protocol"], [name for name in new if name.startswith("tilewise.cli")])
+"""
+    )
+    assert done.stdout.strip() == "[] [] []", done.stdout + done.stderr
 
 
 def test_types_are_shipped():

@@ -15,6 +15,7 @@ from expression_strategies import (
     element,
     trees,
     value_at,
+    values_at,
 )
 from hypothesis import given, settings
 
@@ -106,13 +107,16 @@ def test_node_kind_on_all_pairs_of_hard_values(op, kind):
                 assert same(got[b, 0, i, j].item(), want, 1e-12 if op in FUNCTIONS else 0.0), (op, seen)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=120)
 @given(trees(depth=5, functions=False), calls())
 def test_random_tree(tree, call):
     got = call.values(tree, torch.float64)
     for point in list(call.points())[::7]:
         where = tuple(point[n] for n in ("b", "h", "i", "j"))
-        want = value_at(tree, point, call.leaves, call.ints, call.floats)
+        known = values_at(tree, point, call.leaves, call.ints, call.floats)
+        if any(n.op in ("min", "max") and all(known[a] == 0 for a in n.args) for n in known):
+            continue  # which of 0.0 and -0.0 is the smaller is left open, and a division would show it
+        want = known[tree]
         assert same(got[where].item(), want), (point, ex.to_text(tree))
 
 

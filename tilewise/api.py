@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewise import checks
 from tilewise.errors import DTypeError, OptionError, ShapeError, message
 from tilewise.ops import Numbers, call, run_backward
-from tilewise.problem import NO_MAXIMUM, _read
+from tilewise.problem import NO_MAXIMUM, _read, decode_problem
 from tilewise.spec.attention import spec_text
 from tilewise.spec.masks import Mask, as_mask
 from tilewise.spec.scores import ScoreTerm, as_terms
@@ -70,7 +70,7 @@ def _offset(name: str, value: Any, batch: int) -> tuple[str, int, list[Tensor]]:
         raise OptionError(f"{name} is an int or an int tensor of shape (B,), not {value!r}")
     if not -INT32 <= value <= INT32:
         raise OptionError(f"{name} is {value}, and positions are int32")
-    return "int", value, []
+    return "int", value, []  # type: ignore[return-value]  # a SymInt passes as an int
 
 
 def _seed(q: Tensor, p: float, seed: Tensor | int | None) -> Tensor | None:
@@ -93,7 +93,7 @@ def _maximum(name: str, value: Any) -> int:
         return NO_MAXIMUM
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
         raise OptionError(f"{name} is a length or None, not {value!r}")
-    return value
+    return value  # type: ignore[return-value]  # a SymInt passes as an int
 
 
 class Packing(NamedTuple):
@@ -108,7 +108,10 @@ class Packing(NamedTuple):
 
 
 def _packing(
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, max_seqlens: tuple[Any, Any], seqused: tuple[Tensor | None, Tensor | None]
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlens: tuple[Any, Any],
+    seqused: tuple[Tensor | None, Tensor | None],
 ) -> Packing:
     for name, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if t is None and name == "cu_seqlens_k":
@@ -117,15 +120,21 @@ def _packing(
             raise DTypeError(f"{name} is an int tensor of shape (B + 1,), not {type(t).__name__}")
         checks.check_int_tensor(name, t)
         if t.ndim != 1 or t.shape[0] < 1:
-            raise ShapeError(message(f"{name} has shape (B + 1,): where each sequence starts, and the end", {name: t}))
+            raise ShapeError(
+                message(f"{name} has shape (B + 1,): where each sequence starts, and the end", {name: t})
+            )
     if cu_seqlens_k is not None and cu_seqlens_k.shape != cu_seqlens_q.shape:
         given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        raise ShapeError(message("cu_seqlens_q and cu_seqlens_k describe the same number of sequences", given))
+        raise ShapeError(
+            message("cu_seqlens_q and cu_seqlens_k describe the same number of sequences", given)
+        )
     for name, used in (("seqused_q", seqused[0]), ("seqused_k", seqused[1])):
         if used is not None:
             checks.check_int_tensor(name, used)
             if used.ndim != 1 or used.shape[0] != cu_seqlens_q.shape[0] - 1:
-                raise ShapeError(message(f"{name} has one length per sequence", {name: used, "cu_seqlens_q": cu_seqlens_q}))
+                raise ShapeError(
+                    message(f"{name} has one length per sequence", {name: used, "cu_seqlens_q": cu_seqlens_q})
+                )
     maxima = _maximum("max_seqlen_q", max_seqlens[0]), _maximum("max_seqlen_k", max_seqlens[1])
     return Packing(cu_seqlens_q, cu_seqlens_k, *seqused, *maxima)
 
@@ -148,7 +157,9 @@ def _write(
         raise OptionError("k_offset is an int or an int tensor of shape (B,), not None")
     q_kind, q_number, q_tensors = _offset("q_offset", q_offset, batch)
     k_kind, k_number, k_tensors = _offset("k_offset", k_offset, batch)
-    _, h_number, _ = _offset("h_offset", h_offset, batch) if isinstance(h_offset, int) else _refuse_h_offset(h_offset)
+    _, h_number, _ = (
+        _offset("h_offset", h_offset, batch) if isinstance(h_offset, int) else _refuse_h_offset(h_offset)
+    )
     if not isinstance(backend, str):
         raise OptionError(f"backend is a name, not {backend!r}")
 
@@ -169,7 +180,11 @@ def _write(
         options.append("layout=varlen")
         maxima = [packing.max_seqlen_q, packing.max_seqlen_k]
         extra.append(packing.cu_seqlens_q)
-        for name, t in (("cu_seqlens_k", packing.cu_seqlens_k), ("seqused_q", packing.seqused_q), ("seqused_k", packing.seqused_k)):
+        for name, t in (
+            ("cu_seqlens_k", packing.cu_seqlens_k),
+            ("seqused_q", packing.seqused_q),
+            ("seqused_k", packing.seqused_k),
+        ):
             if t is not None:
                 options.append(f"{name}=1")
                 extra.append(t)
@@ -182,7 +197,9 @@ def _write(
     checks.check_leaves(q, {f"argument {n}": t for n, t in enumerate(extra)})
     text = spec_text(mask, terms, sink is not None, p > 0.0) + "#" + ";".join(options)
     ints += [q_number, k_number, h_number, 0, *maxima]
-    return Written([q, k, v, *leaves, *extra], _seed(q, p, seed), Numbers(tuple(ints), (*floats, factor, float(p)), text))
+    return Written(
+        [q, k, v, *leaves, *extra], _seed(q, p, seed), Numbers(tuple(ints), (*floats, factor, float(p)), text)
+    )
 
 
 def _refuse_h_offset(value: Any) -> tuple[str, int, list[Tensor]]:
@@ -193,7 +210,9 @@ def _finish(written: Written, return_lse: bool, out: Tensor | None) -> Tensor | 
     result, lse = call(written.tensors, written.seed, written.numbers)
     if out is not None:
         if out.shape != result.shape or out.dtype != result.dtype or out.device != result.device:
-            raise ShapeError(message("out has the result's shape, dtype and device", {"out": out, "result": result}))
+            raise ShapeError(
+                message("out has the result's shape, dtype and device", {"out": out, "result": result})
+            )
         if result.requires_grad or out.requires_grad:
             raise OptionError("out= does not support autograd\nCall under torch.no_grad(), or without out=.")
         result = out.copy_(result)
@@ -221,7 +240,8 @@ def attention(
         scale: factor of q.k; None is D^-1/2.
         q_offset: position of the first query row, int or (B,); None = N_k - N_q (the last query lines up with
             the last key), 0 = top-left.
-        k_offset, h_offset: position of the first key (int or (B,)), number of the first head (for dropout).
+        k_offset: position of the first key, int or (B,).
+        h_offset: number of the first head, for dropout.
         return_lse: also return the natural log of the softmax's denominator.
         deterministic: gradients that repeat bit by bit; None follows torch.use_deterministic_algorithms.
         batch_invariant: a sequence's bits do not depend on its neighbours.
@@ -241,9 +261,9 @@ def attention(
     Source: Dao et al., FlashAttention, 2022, https://arxiv.org/abs/2205.14135.
     """
     written = _write(
-        (q, k, v), None, mask=mask, scores=scores, sink=sink, dropout=dropout, seed=seed, scale=scale, q_offset=q_offset,
-        k_offset=k_offset, h_offset=h_offset, deterministic=deterministic, batch_invariant=batch_invariant,
-        backend=backend, allow_quadratic=allow_quadratic,
+        (q, k, v), None, mask=mask, scores=scores, sink=sink, dropout=dropout, seed=seed, scale=scale,
+        q_offset=q_offset, k_offset=k_offset, h_offset=h_offset, deterministic=deterministic,
+        batch_invariant=batch_invariant, backend=backend, allow_quadratic=allow_quadratic,
     )  # fmt: skip
     return _finish(written, return_lse, out)
 
@@ -261,12 +281,15 @@ def attention_varlen(
     """Attention over packed sequences; sequence b is tokens cu_seqlens[b] to cu_seqlens[b + 1].
 
     Args:
-        q: (T_q, H, D). k: (T_k, H_kv, D). v: (T_k, H_kv, D_v).
+        q: (T_q, H, D).
+        k: (T_k, H_kv, D).
+        v: (T_k, H_kv, D_v).
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 or int64; cu_seqlens_k None takes cu_seqlens_q for both.
         max_seqlen_q, max_seqlen_k: accepted as a hint; they never change a result. An int, a tensor or None.
         seqused_q, seqused_k: (B,) used lengths, at most the sequence's own.
-        The other arguments are those of `attention`. Positions, rows and columns are those inside the
-        sequence, b is the sequence's number; q_offset None is used length_k - used length_q per sequence.
+
+    The other arguments are those of `attention`. Positions, rows and columns are those inside the sequence, b is
+    the sequence's number; q_offset None is used length_k - used length_q per sequence.
 
     Returns:
         out (T_q, H, D_v); with return_lse also lse (H, T_q). A token outside every sequence or beyond the
@@ -278,9 +301,9 @@ def attention_varlen(
     """
     packing = _packing(cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), (seqused_q, seqused_k))
     written = _write(
-        (q, k, v), packing, mask=mask, scores=scores, sink=sink, dropout=dropout, seed=seed, scale=scale, q_offset=q_offset,
-        k_offset=k_offset, h_offset=h_offset, deterministic=deterministic, batch_invariant=batch_invariant,
-        backend=backend, allow_quadratic=allow_quadratic,
+        (q, k, v), packing, mask=mask, scores=scores, sink=sink, dropout=dropout, seed=seed, scale=scale,
+        q_offset=q_offset, k_offset=k_offset, h_offset=h_offset, deterministic=deterministic,
+        batch_invariant=batch_invariant, backend=backend, allow_quadratic=allow_quadratic,
     )  # fmt: skip
     return _finish(written, return_lse, out)
 
@@ -322,11 +345,10 @@ def attention_partial_backward(
     """
     written = _write((q, k, v), _optional_packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), partial=True,
                      **_partial_options(options))  # fmt: skip
-    from tilewise.problem import decode_problem
-
-    problem = decode_problem(*written.tensors[:3], written.tensors[3:], written.numbers.text)
+    problem = decode_problem(q, k, v, written.tensors[3:], written.numbers.text)
     for name, t, shape in (
-        ("out", out, problem.out_shape), ("do", do, problem.out_shape), ("lse", lse, problem.lse_shape), ("dlse", dlse, problem.lse_shape),
+        ("out", out, problem.out_shape), ("do", do, problem.out_shape),
+        ("lse", lse, problem.lse_shape), ("dlse", dlse, problem.lse_shape),
     ):  # fmt: skip
         if t is not None and tuple(t.shape) != shape:
             raise ShapeError(message(f"{name} has shape {shape}", {name: t, "q": q, "v": v}))
@@ -335,27 +357,38 @@ def attention_partial_backward(
     needs += [False] * (len(written.tensors) - len(needs))
     with torch.no_grad():
         found = run_backward(written.tensors, written.seed, written.numbers, (out, lse), (do, dlse), needs)
-    rest = iter(found[3:])
-    return Gradients(*found[:3], tuple(next(rest) if need else None for need in needs[3 : 3 + len(spec.leaves)]))
+    dq, dk, dv, *rest = found
+    left = iter(rest)
+    return Gradients(
+        dq, dk, dv, tuple(next(left) if need else None for need in needs[3 : 3 + len(spec.leaves)])
+    )
 
 
 _PARTIAL_OPTIONS = frozenset(
-    "mask scores dropout seed scale q_offset k_offset h_offset deterministic batch_invariant backend allow_quadratic".split()
-)
+    ("mask", "scores", "dropout", "seed", "scale", "q_offset", "k_offset", "h_offset", "deterministic",
+     "batch_invariant", "backend", "allow_quadratic")
+)  # fmt: skip
 
 
 def _partial_options(options: dict[str, Any]) -> dict[str, Any]:
     unknown = sorted(set(options) - _PARTIAL_OPTIONS)
     if unknown:
-        raise TypeError(f"attention_partial has no option {', '.join(unknown)}; it takes {', '.join(sorted(_PARTIAL_OPTIONS))}")
+        raise TypeError(
+            f"attention_partial has no option {', '.join(unknown)}; it takes {', '.join(sorted(_PARTIAL_OPTIONS))}"
+        )
     return {"mask": None, "scores": (), **options}
 
 
 def _optional_packing(
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seqused_q: Tensor | None, seqused_k: Tensor | None
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
 ) -> Packing | None:
     if cu_seqlens_q is None:
         if cu_seqlens_k is not None or seqused_q is not None or seqused_k is not None:
-            raise OptionError("cu_seqlens_k, seqused_q and seqused_k belong to packed tensors, which give cu_seqlens_q")
+            raise OptionError(
+                "cu_seqlens_k, seqused_q and seqused_k belong to packed tensors, which give cu_seqlens_q"
+            )
         return None
     return _packing(cu_seqlens_q, cu_seqlens_k, (None, None), (seqused_q, seqused_k))

@@ -40,7 +40,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
         raise ShapeError(message(f"q, k and v have {rank} dimensions: {wanted}", given))
     if not (q.dtype == k.dtype == v.dtype):
         raise DTypeError(
-            message("q, k and v have one dtype", given, "Convert them, or run under torch.autocast, which does.")
+            message(
+                "q, k and v have one dtype", given, "Convert them, or run under torch.autocast, which does."
+            )
         )
     lookup(q.dtype)
     if not (q.device == k.device == v.device):
@@ -65,7 +67,9 @@ def check_leaves(q: Tensor, leaves: Mapping[str, Tensor | None]) -> None:
         return  # shapes only, as `explain` and fake tensors have them
     for name, leaf in leaves.items():
         if leaf is not None and leaf.device != q.device:
-            raise DeviceError(message(f"{name} is on q's device", {"q": q, name: leaf}, f"Move it: {name}.to(q.device)."))
+            raise DeviceError(
+                message(f"{name} is on q's device", {"q": q, name: leaf}, f"Move it: {name}.to(q.device).")
+            )
 
 
 def check_sink(q: Tensor, sink: Tensor | None) -> None:
@@ -80,7 +84,11 @@ def check_sink(q: Tensor, sink: Tensor | None) -> None:
 
 def check_dropout(p: float) -> float:
     """p as a float.  Raises OptionError outside [0, 1]."""
-    if isinstance(p, (bool, Tensor)) or not isinstance(p, (int, float, torch.SymFloat)) or not 0.0 <= p <= 1.0:
+    if (
+        isinstance(p, (bool, Tensor))
+        or not isinstance(p, (int, float, torch.SymFloat))
+        or not 0.0 <= p <= 1.0
+    ):
         raise OptionError(f"dropout is a probability from 0 to 1, not {p!r}")
     return p
 
@@ -89,7 +97,11 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     """The factor of q.k; None is D^-1/2."""
     if scale is None:
         return head_dim**-0.5 if head_dim else 1.0
-    if isinstance(scale, Tensor) or not isinstance(scale, (int, float, torch.SymFloat)) or not math.isfinite(scale):
+    if (
+        isinstance(scale, Tensor)
+        or not isinstance(scale, (int, float, torch.SymFloat))
+        or not math.isfinite(scale)
+    ):
         raise OptionError(
             f"scale is a finite number, not {scale!r}\nA learned scale is a factor of q, or a score term: "
             "tilewise.custom_score(lambda s, t: s * t, tensor)."
@@ -119,7 +131,7 @@ def _leaf_extents(spec: AttentionSpec) -> tuple[tuple[int, int, str, ex.Node | N
                 divisor = None
                 if index.op == "floordiv" and index.args[1].op in ("const", "int_scalar"):
                     index, divisor = index.args
-                if index.op == "var" and index.value in "bhgij":
+                if index.op == "var" and str(index.value) in "bhgij":
                     found.add((int(site.value), dim, str(index.value), divisor))  # type: ignore[arg-type]
     return tuple(sorted(found, key=lambda x: x[:3]))
 
@@ -142,7 +154,8 @@ def _check_cu_seqlens(name: str, t: Tensor | None, tokens: str, total: int) -> N
     edges = t.tolist()
     if edges[0] < 0 or edges[-1] > total or any(n < 0 for n in _lengths(t)):
         raise ShapeError(
-            f"{name} rises from 0 or more to at most {tokens} = {total}\n  {name} : {edges[:12]}{'...' if len(edges) > 12 else ''}"
+            f"{name} rises from 0 or more to at most {tokens} = {total}\n"
+            f"  {name} : {edges[:12]}{'...' if len(edges) > 12 else ''}"
         )
 
 
@@ -169,7 +182,13 @@ def check_values(problem: Problem, inputs: Inputs) -> None:
     if problem.options.layout == "varlen":
         longest_q = _longest(inputs.cu_seqlens_q, inputs.seqused_q, shape.seqlen_q)
         longest_k = _longest(inputs.cu_seqlens_k, inputs.seqused_k, shape.seqlen_k)
-    sizes = {"b": shape.batch, "h": shape.num_heads_q, "g": shape.num_heads_kv, "i": longest_q, "j": longest_k}
+    sizes = {
+        "b": shape.batch,
+        "h": shape.num_heads_q,
+        "g": shape.num_heads_kv,
+        "i": longest_q,
+        "j": longest_k,
+    }
     for slot, dim, name, divisor in _leaf_extents(problem.spec):
         needed = sizes[name]
         if needed is None:

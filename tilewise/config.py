@@ -16,7 +16,9 @@ class Config:
         from tilewise.errors import OptionError
 
         if name != "slow" or value not in ("warn", "raise", "quiet"):
-            raise OptionError(f"config.{name} = {value!r}\nconfig.slow is 'warn', 'raise' or 'quiet'; there is no other.")
+            raise OptionError(
+                f"config.{name} = {value!r}\nconfig.slow is 'warn', 'raise' or 'quiet'; there is no other."
+            )
         super().__setattr__(name, value)
 
 

@@ -29,7 +29,9 @@ class Registry:
         self._entries: dict[str, Entry] = {}
         self._loaded: dict[str, Backend] = {}
 
-    def register(self, name: str, module: str, attribute: str, *, slow: bool = False, first: bool = False) -> None:
+    def register(
+        self, name: str, module: str, attribute: str, *, slow: bool = False, first: bool = False
+    ) -> None:
         """Add a backend; `first` puts it before those already there."""
         entry = {name: Entry(module, attribute, slow)}
         self._entries = entry | self._entries if first else self._entries | entry
@@ -75,7 +77,9 @@ def choose(problem: Problem) -> Backend:
         backend = registry.get(name)
         reasons = backend.supports(problem)
         if reasons:
-            raise UnsupportedProblem(_refusal(f"the backend {name!r} does not take this problem", [(name, reasons)]))
+            raise UnsupportedProblem(
+                _refusal(f"the backend {name!r} does not take this problem", [(name, reasons)])
+            )
         return backend
     asked: list[tuple[str, list[Reason]]] = []
     for name in registry.names:
@@ -97,9 +101,16 @@ def _say_slow(name: str, problem: Problem, asked: list[tuple[str, list[Reason]]]
     if config.slow == "quiet":
         return
     why = "" if asked else f"\n  this version has no other backend for {problem.device_type} tensors"
-    text = _refusal(f"backend='auto' takes the slower backend {name!r} for {problem.device_type} tensors", asked) + why
+    text = (
+        _refusal(f"backend='auto' takes the slower backend {name!r} for {problem.device_type} tensors", asked)
+        + why
+    )
     if config.slow == "raise":
         raise UnsupportedProblem(f"{text}\nName the backend, or set tilewise.config.slow = 'warn'.")
     if text not in _warned:
         _warned.add(text)
-        warnings.warn(f"{text}\nSilence with backend={name!r} or tilewise.config.slow = 'quiet'.", SlowPathWarning, stacklevel=2)
+        warnings.warn(
+            f"{text}\nSilence with backend={name!r} or tilewise.config.slow = 'quiet'.",
+            SlowPathWarning,
+            stacklevel=2,
+        )

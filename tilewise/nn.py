@@ -76,7 +76,9 @@ class MultiheadAttention(nn.Module):
             raise OptionError(f"num_heads ({num_heads}) is a multiple of num_heads_kv ({heads_kv})")
         if head_dim is None:
             if embed_dim % num_heads:
-                raise OptionError(f"embed_dim ({embed_dim}) is a multiple of num_heads ({num_heads}), or give head_dim")
+                raise OptionError(
+                    f"embed_dim ({embed_dim}) is a multiple of num_heads ({num_heads}), or give head_dim"
+                )
             head_dim = embed_dim // num_heads
         self.num_heads, self.num_heads_kv, self.head_dim = num_heads, heads_kv, head_dim
         self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias=bias)
@@ -101,9 +103,10 @@ class MultiheadAttention(nn.Module):
                 raise ShapeError(message(f"{name} has shape (B, N, {self.q_proj.in_features})", {name: t}))
 
         def split(t: Tensor, heads: int) -> Tensor:
-            return t.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+            return t.view(*t.shape[:-1], heads, self.head_dim).transpose(1, 2)
 
         q = split(self.q_proj(x), self.num_heads)
         k, v = (split(proj(source), self.num_heads_kv) for proj in (self.k_proj, self.v_proj))
         out = self.attention(q, k, v, mask=mask, scores=scores, **options)
-        return self.out_proj(out.transpose(1, 2).flatten(2))
+        result: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))
+        return result

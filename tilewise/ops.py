@@ -41,7 +41,13 @@ def run_forward(tensors: Sequence[Tensor], seed: Tensor | None, numbers: Numbers
     """(out, lse) by the chosen backend; tensors are q, k, v and the leaves."""
     problem, inputs = _decode(tensors, seed, numbers)
     check_values(problem, inputs)
-    return choose(problem).forward(problem, inputs)
+    with _own_precision(inputs.q):
+        return choose(problem).forward(problem, inputs)
+
+
+def _own_precision(q: Tensor) -> torch.autocast:
+    """No autocast inside: the types were settled at the door, and float32 arithmetic stays float32."""
+    return torch.autocast(q.device.type, enabled=False)
 
 
 def run_backward(
@@ -52,8 +58,11 @@ def run_backward(
     problem, inputs = _decode(tensors, seed, numbers)
     problem = problem.with_gradient()
     num = len(problem.spec.leaves)
-    wanted = Needs(needs[0], needs[1], needs[2], tuple(needs[3 : 3 + num]), problem.spec.sink and needs[3 + num])
-    found = choose(problem).backward(problem, inputs, saved, grads, wanted)
+    wanted = Needs(
+        needs[0], needs[1], needs[2], tuple(needs[3 : 3 + num]), problem.spec.sink and needs[3 + num]
+    )
+    with _own_precision(inputs.q):
+        found = choose(problem).backward(problem, inputs, saved, grads, wanted)
     return _select(_in_order(found, len(tensors)), tensors, needs)
 
 
@@ -77,13 +86,18 @@ def _direction(problem: Problem, dots: Sequence[Tensor | None]) -> Direction:
 
 
 def run_jvp(
-    tensors: Sequence[Tensor], seed: Tensor | None, numbers: Numbers, saved: tuple[Tensor, Tensor], dots: Sequence[Tensor | None]
+    tensors: Sequence[Tensor],
+    seed: Tensor | None,
+    numbers: Numbers,
+    saved: tuple[Tensor, Tensor],
+    dots: Sequence[Tensor | None],
 ) -> tuple[Tensor, Tensor]:
     """Tangents of (out, lse) along `dots`, one per tensor or None."""
     from tilewise.backends.reference.second_order import jvp
 
     problem, inputs = _decode(tensors, seed, numbers)
-    return jvp(problem, inputs, _direction(problem, dots), *saved)
+    with _own_precision(inputs.q):
+        return jvp(problem, inputs, _direction(problem, dots), *saved)
 
 
 def run_hvp(
@@ -95,8 +109,10 @@ def run_hvp(
 
     problem, inputs = _decode(tensors, seed, numbers)
     direction = _direction(problem, dots)
-    outputs = (*saved, *jvp(problem, inputs, direction, *saved))
-    return _select(_in_order(hvp(problem, inputs, direction, outputs, grads), len(tensors)), tensors, needs)
+    with _own_precision(inputs.q):
+        outputs = (*saved, *jvp(problem, inputs, direction, *saved))
+        found = hvp(problem, inputs, direction, outputs, grads)
+    return _select(_in_order(found, len(tensors)), tensors, needs)
 
 
 # ---- torch.library -------------------------------------------------------------------------------------------
@@ -104,30 +120,31 @@ def run_hvp(
 _CALL = "Tensor q, Tensor k, Tensor v, Tensor[] leaves, SymInt[] ints, float[] floats, Tensor? seed, str text"
 torch.library.define("tilewise::attention", f"({_CALL}) -> (Tensor, Tensor)")
 torch.library.define(
-    "tilewise::attention_backward", f"({_CALL}, Tensor out, Tensor lse, Tensor do, Tensor? dlse, bool[] needs) -> Tensor[]"
+    "tilewise::attention_backward",
+    f"({_CALL}, Tensor out, Tensor lse, Tensor do, Tensor? dlse, bool[] needs) -> Tensor[]",
 )
 
 
 @torch.library.impl("tilewise::attention", "CompositeExplicitAutograd")
-def _attention_op(q, k, v, leaves, ints, floats, seed, text):  # noqa: ANN001, ANN202
+def _attention_op(q, k, v, leaves, ints, floats, seed, text):
     return run_forward([q, k, v, *leaves], seed, Numbers(tuple(ints), tuple(floats), text))
 
 
 @torch.library.register_fake("tilewise::attention")
-def _attention_fake(q, k, v, leaves, ints, floats, seed, text):  # noqa: ANN001, ANN202
+def _attention_fake(q, k, v, leaves, ints, floats, seed, text):
     problem = decode_problem(q, k, v, leaves, text)
     out = empty_in_order(q, problem.out_shape, problem.out_dtype)
     return out, q.new_empty(problem.lse_shape, dtype=problem.compute_dtype)
 
 
 @torch.library.impl("tilewise::attention_backward", "CompositeExplicitAutograd")
-def _backward_op(q, k, v, leaves, ints, floats, seed, text, out, lse, do, dlse, needs):  # noqa: ANN001, ANN202
+def _backward_op(q, k, v, leaves, ints, floats, seed, text, out, lse, do, dlse, needs):
     numbers = Numbers(tuple(ints), tuple(floats), text)
     return run_backward([q, k, v, *leaves], seed, numbers, (out, lse), (do, dlse), needs)
 
 
 @torch.library.register_fake("tilewise::attention_backward")
-def _backward_fake(q, k, v, leaves, ints, floats, seed, text, out, lse, do, dlse, needs):  # noqa: ANN001, ANN202
+def _backward_fake(q, k, v, leaves, ints, floats, seed, text, out, lse, do, dlse, needs):
     return [x.new_empty(x.shape) for x, need in zip([q, k, v, *leaves], needs, strict=True) if need]
 
 
@@ -144,7 +161,9 @@ def _op_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple:
     needs = [*ctx.needs_input_grad[:3], *(x.requires_grad for x in leaves)]
     do = torch.zeros_like(out) if do is None else do
     found = iter(
-        torch.ops.tilewise.attention_backward(q, k, v, leaves, ints, floats, seed, text, out, lse, do, dlse, needs)
+        torch.ops.tilewise.attention_backward(
+            q, k, v, leaves, ints, floats, seed, text, out, lse, do, dlse, needs
+        )
     )
     grads = [next(found) if need else None for need in needs]
     return (*grads[:3], grads[3:], None, None, None, None)
@@ -208,7 +227,7 @@ class Backward(torch.autograd.Function):
     """Gradients of a call from do and dlse. out and lse are constants here: what they depend on is in hvp."""
 
     @staticmethod
-    def forward(numbers, needs, seed, out, lse, do, dlse, *tensors):  # noqa: ANN001, ANN205
+    def forward(numbers, needs, seed, out, lse, do, dlse, *tensors):
         return tuple(run_backward(tensors, seed, numbers, (out, lse), (do, dlse), needs))
 
     @staticmethod
@@ -233,7 +252,9 @@ class Backward(torch.autograd.Function):
         wanted = ctx.needs_input_grad[7:]
         found: Any = iter(())
         if any(wanted):
-            found = iter(Hvp.apply(ctx.numbers, wanted, seed, out, lse, do, dlse, len(tensors), *tensors, *dots))
+            found = iter(
+                Hvp.apply(ctx.numbers, wanted, seed, out, lse, do, dlse, len(tensors), *tensors, *dots)
+            )
         grads = (next(found) if want else None for want in wanted)
         return (None, None, None, None, None, ddo, None if dlse is None else ddlse, *grads)
 
@@ -241,7 +262,9 @@ class Backward(torch.autograd.Function):
     def jvp(ctx: Any, *dots: Any) -> tuple:
         seed, out, lse, do, dlse, *tensors = ctx.saved_tensors
         do_dot, dlse_dot, *tensor_dots = dots[5:]
-        total = Hvp.apply(ctx.numbers, ctx.needs, seed, out, lse, do, dlse, len(tensors), *tensors, *tensor_dots)
+        total = Hvp.apply(
+            ctx.numbers, ctx.needs, seed, out, lse, do, dlse, len(tensors), *tensors, *tensor_dots
+        )
         if do_dot is not None or dlse_dot is not None:
             do_dot = torch.zeros_like(do) if do_dot is None else do_dot
             more = Backward.apply(ctx.numbers, ctx.needs, seed, out, lse, do_dot, dlse_dot, *tensors)
@@ -259,7 +282,7 @@ class Jvp(torch.autograd.Function):
     """Tangents of out and lse; arguments after `count` are that many tensors and as many tangents."""
 
     @staticmethod
-    def forward(numbers, seed, out, lse, count, *both):  # noqa: ANN001, ANN205
+    def forward(numbers, seed, out, lse, count, *both):
         return run_jvp(both[:count], seed, numbers, (out, lse), both[count:])
 
     @staticmethod
@@ -294,7 +317,7 @@ class Hvp(torch.autograd.Function):
     """Tangents of the gradients; the end of the line: its own derivative would be third order."""
 
     @staticmethod
-    def forward(numbers, needs, seed, out, lse, do, dlse, count, *both):  # noqa: ANN001, ANN205
+    def forward(numbers, needs, seed, out, lse, do, dlse, count, *both):
         return tuple(run_hvp(both[:count], seed, numbers, (out, lse), (do, dlse), both[count:], needs))
 
     @staticmethod
@@ -305,7 +328,9 @@ class Hvp(torch.autograd.Function):
     def _refuse() -> None:
         from tilewise.errors import UnsupportedProblem
 
-        raise UnsupportedProblem("third-order derivatives of attention are not implemented; first and second are")
+        raise UnsupportedProblem(
+            "third-order derivatives of attention are not implemented; first and second are"
+        )
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
@@ -333,5 +358,7 @@ def call(tensors: list[Tensor], seed: Tensor | None, numbers: Numbers) -> tuple[
     """(out, lse) of a call, differentiable."""
     if _goes_through_op(tensors):
         q, k, v, *leaves = tensors
-        return torch.ops.tilewise.attention(q, k, v, leaves, list(numbers.ints), list(numbers.floats), seed, numbers.text)
+        return torch.ops.tilewise.attention(
+            q, k, v, leaves, list(numbers.ints), list(numbers.floats), seed, numbers.text
+        )
     return Attention.apply(numbers, seed, *tensors)

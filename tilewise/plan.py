@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,12 +11,13 @@ from torch import Tensor
 from tilewise import api
 from tilewise.analysis import attention_flops, bytes_ordinary, bytes_tiled, matrix_bytes_avoided
 from tilewise.backends.protocol import Schedule
-from tilewise.backends.reference.blockwise import span
-from tilewise.backends.reference.segments import Segment, segments
 from tilewise.dispatch import candidates, registry
 from tilewise.errors import OptionError, ShapeError
 from tilewise.problem import Inputs, Problem, decode_inputs, decode_problem
 from tilewise.spec.tiles import EMPTY, FULL, TileGrid, classify_tiles
+
+if TYPE_CHECKING:
+    from tilewise.backends.reference.segments import Segment
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,10 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Plan:
     if options.get("cu_seqlens_q") is not None:
         maxima = options.get("max_seqlen_q"), options.get("max_seqlen_k")
         packing = api._packing(
-            options["cu_seqlens_q"], options.get("cu_seqlens_k"), maxima, (options.get("seqused_q"), options.get("seqused_k"))
+            options["cu_seqlens_q"],
+            options.get("cu_seqlens_k"),
+            maxima,
+            (options.get("seqused_q"), options.get("seqused_k")),
         )
     if used.get("dropout"):
         used["seed"] = used.get("seed") if used.get("seed") is not None else 0
@@ -127,7 +131,7 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Plan:
     except TypeError as error:
         raise OptionError(f"explain takes the options of attention: {error}") from None
     tensors, numbers = written.tensors, written.numbers
-    problem = decode_problem(*tensors[:3], tensors[3:], numbers.text)
+    problem = decode_problem(tensors[0], tensors[1], tensors[2], tensors[3:], numbers.text)
     problem = Problem(problem.spec, problem.options, problem.shape, problem.dtype, str(torch.device(device).type),
                       bool(options.get("backward", False)))  # fmt: skip
     inputs = decode_inputs(problem, (*tensors[:3], tensors[3:]), numbers.ints, numbers.floats, written.seed)  # type: ignore[arg-type]
@@ -135,6 +139,8 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Plan:
 
 
 def _plan(problem: Problem, inputs: Inputs) -> Plan:
+    from tilewise.backends.reference.segments import segments  # the package's import brings no backend along
+
     asked = candidates(problem)
     name = problem.options.backend
     if name != "auto":
@@ -162,7 +168,7 @@ def _plan(problem: Problem, inputs: Inputs) -> Plan:
     return Plan(
         backend=taken,
         candidates=tuple((name, tuple(str(r) for r in reasons)) for name, reasons in asked),
-        spec=(*problem.spec.names, *(["sink"] if problem.spec.sink else []), *(["dropout"] if problem.spec.dropout else [])),
+        spec=(*problem.spec.names, *["sink"] * problem.spec.sink, *["dropout"] * problem.spec.dropout),
         problem={**shape._asdict(), "dtype": str(problem.dtype).removeprefix("torch."), "device": problem.device_type,
                  "layout": problem.options.layout},
         schedule=schedule,
@@ -171,7 +177,9 @@ def _plan(problem: Problem, inputs: Inputs) -> Plan:
         flops=attention_flops(visited, shape.head_dim, shape.head_dim_v, heads),
         bytes_ordinary=_ordinary(problem, every, q_tokens, itemsize),
         bytes_tiled=bytes_tiled(**sizes, block_q=max(block_q, 1), key_rows_read=rows_read) if q_tokens else 0,
-        matrix_bytes_avoided=0 if schedule and schedule.builds_matrix else matrix_bytes_avoided(1, heads, every, 1, itemsize),
+        matrix_bytes_avoided=(
+            0 if schedule and schedule.builds_matrix else matrix_bytes_avoided(1, heads, every, 1, itemsize)
+        ),
         workspace_bytes=schedule.workspace_bytes if schedule else 0,
     )  # fmt: skip
 
@@ -181,17 +189,34 @@ def _ordinary(problem: Problem, every: int, q_tokens: int, itemsize: int) -> int
     shape = problem.shape
     per_token = (shape.head_dim + shape.head_dim_v) * itemsize
     k_tokens = shape.seqlen_k * (1 if problem.options.layout == "varlen" else shape.batch)
-    one = bytes_ordinary(batch=1, num_heads_q=1, num_heads_kv=1, seqlen_q=1, seqlen_k=1, head_dim=0, head_dim_v=0, itemsize=itemsize)
-    return every * shape.num_heads_q * one + (q_tokens * shape.num_heads_q + k_tokens * shape.num_heads_kv) * per_token
+    one = bytes_ordinary(
+        batch=1,
+        num_heads_q=1,
+        num_heads_kv=1,
+        seqlen_q=1,
+        seqlen_k=1,
+        head_dim=0,
+        head_dim_v=0,
+        itemsize=itemsize,
+    )
+    return (
+        every * shape.num_heads_q * one
+        + (q_tokens * shape.num_heads_q + k_tokens * shape.num_heads_kv) * per_token
+    )
 
 
-def _count_tiles(problem: Problem, inputs: Inputs, segment: Segment, schedule: Schedule) -> tuple[list[int], int]:
+def _count_tiles(
+    problem: Problem, inputs: Inputs, segment: Segment, schedule: Schedule
+) -> tuple[list[int], int]:
     """(EMPTY, PARTIAL, FULL) counts of one batch entry of a segment, and the pairs in tiles that are not EMPTY."""
+    from tilewise.backends.reference.walk import span
+
     if segment.seqlen_q == 0 or segment.seqlen_k == 0:
         return [0, 0, 0], 0
     grid = TileGrid(
         max(schedule.block_q, 1), max(schedule.block_k, 1), segment.seqlen_q, segment.seqlen_k,
-        *span(segment.q_offset), *span(segment.k_offset), segment.first_batch, segment.first_batch + segment.entries - 1,
+        *span(segment.q_offset), *span(segment.k_offset),
+        segment.first_batch, segment.first_batch + segment.entries - 1,
         problem.shape.num_heads_q, problem.shape.num_heads_kv,
     )  # fmt: skip
     classes = classify_tiles(problem.spec.keep, grid, inputs.leaves, inputs.ints, inputs.floats)

@@ -14,8 +14,6 @@ from torch import Tensor
 from tilewise.problem import Options, _read
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tilewise.ops import Numbers
 
 
@@ -31,7 +29,11 @@ def batch_by_loop(function: Any, info: Any, in_dims: tuple, numbers: Numbers, *a
     results = []
     for n in range(max(info.batch_size, 1)):
         chosen = [_entry(x, dim, n, info.batch_size) for x, dim in zip(args, dims, strict=True)]
-        moved = _renumber(numbers, spec.num_ints, n, chosen, options) if info.randomness == "different" else numbers
+        moved = (
+            _renumber(numbers, spec.num_ints, n, chosen, options)
+            if info.randomness == "different"
+            else numbers
+        )
         results.append(function.apply(moved, *chosen))
     stacked = tuple(torch.stack(parts)[: info.batch_size] for parts in zip(*results, strict=True))
     return stacked, (0,) * len(stacked)
@@ -70,7 +72,9 @@ def _unfold(x: Tensor, size: int) -> Tensor:
     return x.reshape(size, x.shape[0] // size, *x.shape[1:])
 
 
-def batch_forward(function: Any, info: Any, in_dims: tuple, numbers: Numbers, seed: Tensor | None, *tensors: Tensor) -> tuple:
+def batch_forward(
+    function: Any, info: Any, in_dims: tuple, numbers: Numbers, seed: Tensor | None, *tensors: Tensor
+) -> tuple:
     """vmap of the forward."""
     dims = in_dims[2:]
     if info.batch_size == 0 or not _folds(numbers, dims[3:]):
@@ -80,12 +84,16 @@ def batch_forward(function: Any, info: Any, in_dims: tuple, numbers: Numbers, se
     return (_unfold(out, info.batch_size), _unfold(lse, info.batch_size)), (0, 0)
 
 
-def batch_backward(function: Callable | Any, info: Any, in_dims: tuple, numbers: Numbers, needs: Any, *args: Any) -> tuple:
+def batch_backward(
+    function: Any, info: Any, in_dims: tuple, numbers: Numbers, needs: Any, *args: Any
+) -> tuple:
     """vmap of the backward; a leaf's gradient per entry is not a sum over the folded batch, so those loop."""
     dims = in_dims[2:]
     if info.batch_size == 0 or any(needs[3:]) or not _folds(numbers, dims[8:]):
         return batch_by_loop(function, info, in_dims, numbers, needs, *args)
     seed, *rows = args[:8]
-    folded = [x if x is None else _fold(x, dim, info.batch_size) for x, dim in zip(rows, dims[1:8], strict=True)]
+    folded = [
+        x if x is None else _fold(x, dim, info.batch_size) for x, dim in zip(rows, dims[1:8], strict=True)
+    ]
     grads = function.apply(numbers, needs, seed, *folded, *args[8:])
     return tuple(_unfold(g, info.batch_size) for g in grads), (0,) * len(grads)

@@ -76,6 +76,11 @@ class Backend(Protocol):
         """(out, lse), of the problem's out_shape / lse_shape and types."""
 
     def backward(
-        self, problem: Problem, inputs: Inputs, saved: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor | None], needs: Needs
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        saved: tuple[Tensor, Tensor],
+        grads: tuple[Tensor, Tensor | None],
+        needs: Needs,
     ) -> Gradients:
         """Gradients from (out, lse), do and dlse; right for any subset of the keys, given the global out and lse."""

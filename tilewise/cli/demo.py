@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import platform
 import sys
 import time
+import warnings
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilewise.cli import demo_attention, demo_model, demo_report, demo_run
 from tilewise.cli.demo_error import DemoError
+from tilewise.errors import SlowPathWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -167,8 +170,8 @@ def measure(arguments: argparse.Namespace) -> int:
     """Load, measure, show. Raises DemoError for what the caller can put right."""
     import torch
 
-    from tilewise.cli import demo_attention, demo_model, demo_run
-
+    if arguments.plot is not None and not Path(arguments.plot).resolve().parent.is_dir():
+        raise DemoError(f"--plot {arguments.plot}: there is no such folder")
     start = time.perf_counter()
     lengths = arguments.lengths or (LONG_LENGTHS if arguments.long else DEFAULT_LENGTHS)
     if arguments.threads:
@@ -184,7 +187,9 @@ def measure(arguments: argparse.Namespace) -> int:
     tokens, text_name = demo_model.read_tokens(tokenizer, arguments.text, lengths[-1])
     tokens = tokens.to(device)
     results = []
-    with progress(1 + len(lengths) * demo_run.STEPS_PER_LENGTH) as step:
+    with warnings.catch_warnings(), progress(1 + len(lengths) * demo_run.STEPS_PER_LENGTH) as step:
+        # The report names the backend; the library's own warning would only tear the bar apart.
+        warnings.simplefilter("ignore", SlowPathWarning)
         step("warming up")
         demo_run.warm_up(network, tokens)
         for length in lengths:
@@ -200,35 +205,19 @@ def measure(arguments: argparse.Namespace) -> int:
 def _show(
     arguments: argparse.Namespace, title: str, results: list[Any], found: list[Any], seconds: float
 ) -> None:
-    import torch
-
-    from tilewise.cli import demo_report, demo_run
-
     passed = all(check.passed for check in found)
+    if arguments.json:
+        report = demo_report.to_json(title, results, found, seconds)
+        print(json.dumps({**report, "plot": arguments.plot}, indent=1))
+    else:
+        demo_report.print_table(results, title)
+        demo_report.print_generated(results)
+        demo_report.print_checks(found)
+        print(f"\n{demo_report.closing(results, passed)}")
+    # Last, so that a picture that cannot be drawn or written costs nothing but itself.
     if arguments.plot is not None:
         demo_report.save_plot(results, arguments.plot, title)
-    if arguments.json:
-        report = {
-            "title": title,
-            "passed": passed,
-            "checks": [vars(check) for check in found],
-            "lengths": demo_run.to_dict(results),
-            "seconds": round(seconds, 1),
-            "plot": arguments.plot,
-            "machine": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "system": platform.system(),
-                "processor": platform.machine(),
-                "threads": torch.get_num_threads(),
-            },
-        }
-        print(json.dumps(report, indent=1))
-        return
-    demo_report.print_table(results, title)
-    demo_report.print_generated(results)
-    demo_report.print_checks(found)
-    print(f"\n{demo_report.closing(results, passed)}")
-    if arguments.plot is not None:
-        print(f"Picture: {arguments.plot}")
-    print(f"All in {seconds:.0f} s.")
+        if not arguments.json:
+            print(f"Picture: {arguments.plot}")
+    if not arguments.json:
+        print(f"All in {seconds:.0f} s.")

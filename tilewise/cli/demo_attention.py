@@ -77,6 +77,13 @@ def tilewise_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
+def backend_name(query: Tensor, key: Tensor, value: Tensor) -> str:
+    """The backend that Tilewise takes for a layer's inputs."""
+    import tilewise as tw
+
+    return tw.explain(query, key, value, mask=tw.causal()).backend or "none"
+
+
 def causal_only_mask(
     *, mask_function: Callable[..., Any], attention_mask: Tensor | None = None, **_: Any
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tilewise.cli.demo_attention import LEGS
@@ -10,16 +12,9 @@ from tilewise.cli.demo_attention import LEGS
 if TYPE_CHECKING:
     from tilewise.cli.demo_run import Check, Length
 
-COLUMNS = (
-    "tokens",
-    "attention",
-    "reads in",
-    "memory of the pass",
-    "inside attention",
-    "mean logit diff",
-    "max logit diff",
-    "same choice",
-)
+# Short enough for 80 columns. Memory of the whole pass, memory inside one attention call, |logits - ordinary logits|,
+# and how often the most likely next token is the same.
+COLUMNS = ("tokens", "attention", "reads in", "pass mem", "att. mem", "mean diff", "max diff", "same top")
 COLOURS = {"ordinary": "#b0413e", "sdpa": "#7d7d7d", "tilewise": "#1f6f8b"}
 
 
@@ -46,9 +41,9 @@ def rows(results: list[Length]) -> list[list[str]]:
                     f"{row.prefill_seconds:.2f} s",
                     size(row.pass_bytes),
                     size(row.attention_bytes),
-                    "reference" if reference else f"{row.mean_difference:.1e}",
-                    "reference" if reference else f"{row.max_difference:.1e}",
-                    "reference" if reference else f"{100 * row.same_choice:.2f} %",
+                    "-" if reference else f"{row.mean_difference:.1e}",
+                    "-" if reference else f"{row.max_difference:.1e}",
+                    "-" if reference else f"{100 * row.same_choice:.2f} %",
                 ]
             )
     return table
@@ -58,10 +53,13 @@ def print_table(results: list[Length], title: str) -> None:
     """A drawn table in a terminal, aligned plain text elsewhere."""
     table = rows(results)
     if sys.stdout.isatty():
+        from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
 
-        drawn = Table(title=title, title_justify="left")
+        drawn = Table(
+            title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+        )
         for column in COLUMNS:
             drawn.add_column(column, justify="left" if column == "attention" else "right")
         for i, row in enumerate(table):
@@ -71,11 +69,18 @@ def print_table(results: list[Length], title: str) -> None:
                 end_section=i % len(LEGS) == len(LEGS) - 1,
             )
         Console().print(drawn)
+        print(LEGEND)
         return
     widths = [max(len(line[i]) for line in [list(COLUMNS), *table]) for i in range(len(COLUMNS))]
     print(title)
     for line in [list(COLUMNS), *table]:
         print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+    print(LEGEND)
+
+
+LEGEND = """pass mem: peak of the whole reading beyond the weights. att. mem: peak inside one layer's attention
+beyond its inputs and output. Differences are between logits, all positions and words, against ordinary
+attention in float32; same top: positions with the same most likely next token."""
 
 
 def print_generated(results: list[Length]) -> None:
@@ -104,8 +109,29 @@ def closing(results: list[Length], passed: bool) -> str:
         "What changed is where the work happens, not the answer: "
         f"at {last.length} tokens the same model wrote the same text,\n"
         f"and one layer's attention took {size(ours)} beside its inputs and output instead of {size(full)}.\n"
-        "Memory is linear now; the arithmetic is as much as before. Times are one run each and no benchmark."
+        "Memory is linear now; the arithmetic is as much as before. Times are one run each and no benchmark.\n"
+        f"Tilewise ran its backend {last.backend!r}."
     )
+
+
+def to_json(title: str, results: list[Length], found: list[Check], seconds: float) -> dict[str, Any]:
+    """The whole report as plain numbers, text and lists."""
+    import torch
+
+    return {
+        "title": title,
+        "passed": all(check.passed for check in found),
+        "checks": [asdict(check) for check in found],
+        "lengths": [asdict(row) for row in results],
+        "seconds": round(seconds, 1),
+        "machine": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "system": platform.system(),
+            "processor": platform.machine(),
+            "threads": torch.get_num_threads(),
+        },
+    }
 
 
 def save_plot(results: list[Length], path: str, title: str) -> None:

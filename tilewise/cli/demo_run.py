@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilewise.cli.demo_attention import LEGS, attention_function, capture_layer, using
+from tilewise.cli.demo_attention import LEGS, attention_function, backend_name, capture_layer, using
 from tilewise.cli.demo_error import DemoError
 from tilewise.cli.memory import ProcessPeak, count_peak
 
@@ -53,10 +53,14 @@ class Leg:
 
 @dataclass
 class Length:
-    """All legs at one length; matrix_bytes is the size of one layer's (H, N, N) scores in float32."""
+    """All legs at one length.
+
+    matrix_bytes : size of one layer's (H, N, N) scores in float32;  backend : the one that Tilewise took
+    """
 
     length: int
     matrix_bytes: int
+    backend: str = ""
     legs: dict[str, Leg] = field(default_factory=dict)
 
 
@@ -109,27 +113,39 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-@torch.inference_mode()
-def compare_logits(head: Any, reference: Tensor, other: Tensor) -> tuple[float, float, float]:
-    """Mean and maximum of |logits - reference logits|, and the share of equal most likely tokens.
+@dataclass
+class Difference:
+    """Mean and maximum of |logits - reference logits|, and the share of equal most likely tokens."""
 
-    reference, other : hidden states (N, width). Logits are formed for a few positions at a time, so the demo
+    mean: float = 0.0
+    largest: float = 0.0
+    same_choice: float = 0.0
+
+
+@torch.inference_mode()
+def compare_logits(head: Any, reference: Tensor, others: dict[str, Tensor]) -> dict[str, Difference]:
+    """How far the logits of `others` are from those of `reference`, over all positions and words.
+
+    reference, others : hidden states (N, width). Logits are formed for a few positions at a time, so the demo
     itself needs no N times vocabulary matrix.
     """
-    total, largest, equal, count = 0.0, 0.0, 0, 0
+    found = {name: Difference() for name in others}
     for start in range(0, len(reference), CHUNK):
-        a, b = head(reference[start : start + CHUNK]), head(other[start : start + CHUNK])
-        equal += int((a.argmax(-1) == b.argmax(-1)).sum())
-        difference = b.sub_(a).abs_()
-        total += float(difference.sum(dtype=torch.float64))
-        largest = max(largest, float(difference.max()))
-        count += difference.numel()
-    return total / count, largest, equal / len(reference)
+        expected = head(reference[start : start + CHUNK])
+        choice = expected.argmax(-1)
+        for name, hidden in others.items():
+            logits = head(hidden[start : start + CHUNK])
+            found[name].same_choice += int((logits.argmax(-1) == choice).sum()) / len(reference)
+            difference = logits.sub_(expected).abs_()
+            share = difference.numel() / (len(reference) * difference.shape[-1])
+            found[name].mean += float(difference.mean(dtype=torch.float64)) * share
+            found[name].largest = max(found[name].largest, float(difference.max()))
+    return found
 
 
 @torch.inference_mode()
-def attention_memory(network: Any, tokens: Tensor, layer: int = 0) -> tuple[dict[str, int], int]:
-    """Extra bytes of each attention on one layer's real q, k and v, and the bytes of the score matrix."""
+def attention_memory(network: Any, tokens: Tensor, layer: int = 0) -> tuple[dict[str, int], Length]:
+    """Extra bytes of each attention on one layer's real q, k and v, and a Length without legs."""
     module, q, k, v, scale = capture_layer(network, tokens, layer)
     extra = {}
     for leg in LEGS:
@@ -137,7 +153,8 @@ def attention_memory(network: Any, tokens: Tensor, layer: int = 0) -> tuple[dict
         extra[leg] = count_peak(
             lambda function=function: function(module, q, k, v, None, scaling=scale), tokens.device
         ).extra
-    return extra, q.shape[1] * q.shape[2] * k.shape[2] * 4
+    matrix = q.shape[1] * q.shape[2] * k.shape[2] * 4
+    return extra, Length(tokens.shape[1], matrix, backend_name(q, k, v))
 
 
 def run_length(
@@ -146,24 +163,27 @@ def run_length(
     """All three attentions at one length, tokens (1, N). `step(text)` is called before each piece."""
     n = tokens.shape[1]
     step(f"{n} tokens: memory inside attention")
-    extra, matrix = attention_memory(network, tokens)
-    result, hidden = Length(n, matrix), {}
+    extra, result = attention_memory(network, tokens)
+    hidden = {}
     for leg in LEGS:
         step(f"{n} tokens: reading with {leg} attention")
         result.legs[leg], hidden[leg] = read_and_write(network, tokens, leg, new_tokens)
         result.legs[leg].attention_bytes = extra[leg]
         if tokenizer is not None:
             result.legs[leg].text = tokenizer.decode(result.legs[leg].tokens)
-    for leg in LEGS[1:]:
-        step(f"{n} tokens: comparing the logits of {leg}")
+    step(f"{n} tokens: comparing the logits")
+    reference = hidden.pop("ordinary")
+    for leg, found in compare_logits(network.get_output_embeddings(), reference, hidden).items():
         row = result.legs[leg]
-        row.mean_difference, row.max_difference, row.same_choice = compare_logits(
-            network.get_output_embeddings(), hidden["ordinary"], hidden[leg]
+        row.mean_difference, row.max_difference, row.same_choice = (
+            found.mean,
+            found.largest,
+            found.same_choice,
         )
     return result
 
 
-STEPS_PER_LENGTH = 2 * len(LEGS)
+STEPS_PER_LENGTH = len(LEGS) + 2
 
 
 def warm_up(network: Any, tokens: Tensor) -> None:
@@ -220,8 +240,3 @@ def checks(results: list[Length]) -> list[Check]:
                 )
             )
     return found
-
-
-def to_dict(results: list[Length]) -> list[dict[str, Any]]:
-    """The results as plain numbers, text and lists."""
-    return [asdict(row) for row in results]

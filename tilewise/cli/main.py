@@ -11,7 +11,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 # name: module with SUMMARY, add_arguments(parser) and run(arguments) -> exit code
-COMMANDS = {"demo": "tilewise.cli.demo"}
+COMMANDS = {
+    "demo": "tilewise.cli.demo",
+    "check": "tilewise.cli.check",
+    "bench": "tilewise.cli.bench",
+    "explain": "tilewise.cli.explain",
+}
 
 
 def version() -> str:

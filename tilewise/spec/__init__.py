@@ -1,0 +1,1 @@
+"""What is computed: expression trees, masks, score terms, dropout, and the spec they form."""

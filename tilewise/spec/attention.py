@@ -53,7 +53,7 @@ class AttentionSpec:
         """Rebuild a spec from its text.  Raises SpecError."""
         return _parse(text)
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[object, ...]:
         return AttentionSpec.parse, (self.text,)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -26,7 +26,7 @@ def _kind(leaf: object) -> str:
     return "bool" if str(leaf.dtype) == "torch.bool" else "int"
 
 
-def _bind(fn: Callable, leaves: tuple[Tensor, ...], *, mask: bool) -> Term:
+def _bind(fn: Callable[..., Any], leaves: tuple[Tensor, ...], *, mask: bool) -> Term:
     kinds = tuple((_kind(leaf), leaf.ndim) for leaf in leaves)
     for n, (kind, _) in enumerate(kinds):
         if kind == "int":
@@ -37,7 +37,7 @@ def _bind(fn: Callable, leaves: tuple[Tensor, ...], *, mask: bool) -> Term:
     return Term(text, leaves, traced.ints, traced.floats)
 
 
-def custom(fn: Callable, *leaves: Tensor) -> Mask:
+def custom(fn: Callable[..., Any], *leaves: Tensor) -> Mask:
     """A mask of your own: `fn` yields True where the pair may attend.
 
     Args:
@@ -53,7 +53,7 @@ def custom(fn: Callable, *leaves: Tensor) -> Mask:
     return Mask(_bind(fn, leaves, mask=True))
 
 
-def custom_score(fn: Callable, *leaves: Tensor) -> ScoreTerm:
+def custom_score(fn: Callable[..., Any], *leaves: Tensor) -> ScoreTerm:
     """A score term of your own: `fn(s, ...)` yields the new score; floating leaves get gradients.
 
     The derivative is taken from the expression; at a tie abs has derivative 0, minimum and maximum give it

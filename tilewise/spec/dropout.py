@@ -79,7 +79,7 @@ def keep_mask(
     Raises: OptionError as `keep_threshold`; ShapeError or DTypeError if the seed is not one int64.
     """
     threshold = keep_threshold(p)
-    k = _uint32(k_pos)
+    k = k_pos.to(torch.int64)
     words = _words(seed, k >> 2, q_pos, heads, batches)
     lane = k & 3
     low = torch.where(lane == 0, words[0], words[1])
@@ -114,8 +114,8 @@ def keep_tile(
     # A tensor k0 may start in any lane and is not read on the host: take the groups of the worst start.
     first = 3 if isinstance(lane, Tensor) else lane
     groups = torch.arange((first + k_len + 3) // 4, dtype=torch.int64, device=q_pos.device)
-    # Positions are int64 here, so >> 2 is floor division and wrapping may come after it.
-    counter_k = ((k0 >> 2) + groups) & (MASK32 >> 2)
+    # >> 2 rounds down, also for negative positions; `_words` wraps to 32 bits after it.
+    counter_k = (k0 >> 2) + groups
     words = torch.broadcast_tensors(*_words(seed, counter_k, q_pos, heads, batches))
     kept = torch.stack([word >= threshold for word in words], dim=-1).flatten(-2)
     if not isinstance(lane, Tensor):

@@ -50,14 +50,16 @@ class Node:
     def __repr__(self) -> str:
         return f"<{self.type} {to_text(self)}>"
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[object, ...]:
         return parse, (to_text(self), leaf_kinds(self))
 
 
-_interned: dict[tuple, Node] = {}
+_interned: dict[tuple[object, ...], Node] = {}
 
 
-def _intern(op: str, args: tuple[Node, ...], type_: str, value=None) -> Node:
+def _intern(
+    op: str, args: tuple[Node, ...], type_: str, value: int | float | bool | str | None = None
+) -> Node:
     """Equal nodes are one object, so common subexpressions are shared by identity."""
     key = (op, tuple(map(id, args)), type_, type(value).__name__, repr(value))
     node = _interned.get(key)

@@ -60,7 +60,9 @@ class Mask:
         return f"Mask({self.term.text})" if self.term else "Mask()"
 
     def __bool__(self) -> bool:
-        raise OptionError("a mask has no truth value\nCompose masks with `&`, `|` and `~`, not with and, or, not.")
+        raise OptionError(
+            "a mask has no truth value\nCompose masks with `&`, `|` and `~`, not with and, or, not."
+        )
 
 
 def _both(a: Term | None, b: Term | None) -> Term | None:
@@ -222,7 +224,7 @@ def _whole(name: str, value: object, low: int) -> int:
         raise OptionError(f"{name} is an integer, not {value!r}")
     if value < low:
         raise OptionError(f"{name} is {value}, and must be at least {low}")
-    return value
+    return value  # type: ignore[return-value]  # a SymInt is an int to everything here
 
 
 def _ints_leaf(name: str, t: Tensor) -> Tensor:
@@ -231,7 +233,9 @@ def _ints_leaf(name: str, t: Tensor) -> Tensor:
         raise DTypeError(message(f"{name} holds integers", {name: t}))
     if t.dtype == torch.int64 and not torch.compiler.is_compiling() and t.device.type == "cpu" and t.numel():
         if type(t) is Tensor and bool(((t > 2**31 - 1) | (t < -(2**31))).any()):
-            raise DTypeError(message(f"{name} holds values beyond int32, in which indices are computed", {name: t}))
+            raise DTypeError(
+                message(f"{name} holds values beyond int32, in which indices are computed", {name: t})
+            )
     return t
 
 
@@ -302,7 +306,9 @@ def key_padding(keys: Tensor) -> Mask:
             raise ShapeError(message("a bool key_padding has shape (B, N_k)", {"keys": keys}))
         return Mask(None, KeyPresent.bind(keys))
     if keys.ndim != 1:
-        raise ShapeError(message("key_padding takes lengths of shape (B,) or bools of shape (B, N_k)", {"keys": keys}))
+        raise ShapeError(
+            message("key_padding takes lengths of shape (B,) or bools of shape (B, N_k)", {"keys": keys})
+        )
     return Mask(None, KeyLength.bind(_ints_leaf("key_padding", keys)))
 
 
@@ -327,7 +333,9 @@ def block_sparse(layout: Tensor, block: int | tuple[int, int]) -> Mask:
         block: rows and columns of a block, one int for both or (block_q, block_k).
     """
     if layout.dtype != torch.bool:
-        raise DTypeError(message("a block_sparse layout is a bool tensor, True = may attend", {"layout": layout}))
+        raise DTypeError(
+            message("a block_sparse layout is a bool tensor, True = may attend", {"layout": layout})
+        )
     block_q, block_k = block if isinstance(block, tuple) else (block, block)
     sizes = (_whole("block_q", block_q, 1), _whole("block_k", block_k, 1))
     return Mask(BlockSparse.bind(four_dimensional("layout", layout), ints=sizes))

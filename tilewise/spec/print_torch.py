@@ -30,7 +30,8 @@ class Env:
 
     variables: name to int32 (s, s_dot: float) tensor broadcastable to (B, H, rows, columns). ranges: for b, h,
     i, j the half-open range of the tile. leaves: any device tensors; None is a tangent that is zero.
-    dtype: the floating type of the arithmetic, float32 or float64.
+    dtype: the floating type of the arithmetic, float32 or float64. visible: where given, float loads are 0 at
+    pairs where it is False, so that what a leaf holds there takes no part even if torch differentiates.
     """
 
     variables: dict[str, Tensor]
@@ -39,6 +40,7 @@ class Env:
     ints: Sequence[int]
     floats: Sequence[float]
     dtype: torch.dtype
+    visible: Tensor | None = None
     indices: dict[ex.Node, Tensor] = field(default_factory=dict)
 
     def int_scalar(self, slot: int) -> Tensor:
@@ -48,7 +50,9 @@ class Env:
         return torch.tensor(self.floats[slot], dtype=self.dtype)
 
     def const(self, value: float | int | bool) -> Tensor:
-        kind = torch.bool if isinstance(value, bool) else torch.int32 if isinstance(value, int) else self.dtype
+        kind = (
+            torch.bool if isinstance(value, bool) else torch.int32 if isinstance(value, int) else self.dtype
+        )
         return torch.tensor(value, dtype=kind)
 
     def to_float(self, x: Tensor) -> Tensor:
@@ -97,7 +101,7 @@ def _direct(env: Env, leaf: Tensor, names: tuple[str, ...]) -> tuple[slice, ...]
         low, high = env.ranges[name]
         if size == 1:
             slices.append(slice(0, 1))
-        elif 0 <= low and high <= size:
+        elif low >= 0 and high <= size:
             slices.append(slice(low, high))
         else:
             return None
@@ -143,7 +147,10 @@ def read(env: Env, slot: int, kind: str, names: tuple[str, ...] | None, indices:
         value = _to_axes(leaf[slices], names)  # type: ignore[arg-type]
     else:
         value = leaf[_clamped(leaf, indices)] if indices else leaf
-    return value.to({"float": env.dtype, "int": torch.int32, "bool": torch.bool}[kind])
+    value = value.to({"float": env.dtype, "int": torch.int32, "bool": torch.bool}[kind])
+    if env.visible is not None and kind == "float":
+        value = torch.where(env.visible, value, 0.0)
+    return value
 
 
 def accumulate(env: Env, site: ex.Node, gradient: Tensor, contribution: Tensor) -> None:
@@ -219,7 +226,9 @@ def source(roots: tuple[ex.Node, ...], index_sites: tuple[ex.Node, ...] = ()) ->
 
 
 @functools.lru_cache(maxsize=1024)
-def compile_torch(roots: tuple[ex.Node, ...], index_sites: tuple[ex.Node, ...] = ()) -> Callable[[Env], tuple]:
+def compile_torch(
+    roots: tuple[ex.Node, ...], index_sites: tuple[ex.Node, ...] = ()
+) -> Callable[[Env], tuple[Tensor, ...]]:
     """A function from Env to the values of the roots.
 
     index_sites: loads whose index values are left in `env.indices`, for `accumulate`.
@@ -231,5 +240,5 @@ def compile_torch(roots: tuple[ex.Node, ...], index_sites: tuple[ex.Node, ...] =
         "torch": torch, "read": read, "floordiv": floordiv, "mod": mod, "minimum": minimum, "maximum": maximum,
         "index_nodes": [a for site in index_sites for a in site.args],
     }  # fmt: skip
-    exec(compile(text, filename, "exec"), scope)  # noqa: S102  # our own printer's output; holds arithmetic only
+    exec(compile(text, filename, "exec"), scope)  # our own printer's output; holds arithmetic only
     return scope["fold"]  # type: ignore[return-value]

@@ -7,6 +7,7 @@ gradients; the derivative is taken from the atom.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from torch import Tensor
 from tilewise.errors import DTypeError, OptionError, ShapeError, message
 from tilewise.spec.masks import _ints_leaf, four_dimensional
 from tilewise.spec.term import Atom, Term
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class ScoreTerm:
@@ -28,7 +32,7 @@ class ScoreTerm:
         return f"ScoreTerm({self.term.text})"
 
 
-def as_terms(scores: ScoreTerm | tuple | list | None) -> tuple[ScoreTerm, ...]:
+def as_terms(scores: ScoreTerm | Sequence[ScoreTerm] | None) -> tuple[ScoreTerm, ...]:
     """One term or a sequence of terms as a tuple."""
     if scores is None:
         return ()
@@ -36,12 +40,18 @@ def as_terms(scores: ScoreTerm | tuple | list | None) -> tuple[ScoreTerm, ...]:
         return (scores,)
     if isinstance(scores, Tensor):
         raise DTypeError(
-            message("scores takes score terms, not a tensor", {"scores": scores}, "Write scores=tilewise.bias(tensor).")
+            message(
+                "scores takes score terms, not a tensor",
+                {"scores": scores},
+                "Write scores=tilewise.bias(tensor).",
+            )
         )
     terms = tuple(scores)
     for term in terms:
         if not isinstance(term, ScoreTerm):
-            raise DTypeError(f"scores takes score terms such as tilewise.bias(...), not {type(term).__name__}")
+            raise DTypeError(
+                f"scores takes score terms such as tilewise.bias(...), not {type(term).__name__}"
+            )
     return terms
 
 
@@ -120,7 +130,9 @@ def bias(tensor: Tensor) -> ScoreTerm:
     -inf hides the pair. Rows and columns are those of this call (inside the sequence when packed).
     """
     if tensor.dtype == torch.bool:
-        raise DTypeError(message("a bias is added to the scores and is not bool", {"bias": tensor}, "Write mask=tensor."))
+        raise DTypeError(
+            message("a bias is added to the scores and is not bool", {"bias": tensor}, "Write mask=tensor.")
+        )
     return ScoreTerm(Bias.bind(four_dimensional("bias", _float_leaf("bias", tensor))))
 
 
@@ -177,7 +189,9 @@ def relative(table: Tensor, bucket: Tensor | None = None) -> ScoreTerm:
     if bucket is not None and bucket.ndim != 1:
         raise ShapeError(message("a bucket has shape (2R+1,)", {"bucket": bucket}))
     if span.shape[-1] % 2 != 1:
-        raise ShapeError(message("distances run from -R to R, so their number is odd", {"table": table, "bucket": bucket}))
+        raise ShapeError(
+            message("distances run from -R to R, so their number is odd", {"table": table, "bucket": bucket})
+        )
     reach = (span.shape[-1] - 1) // 2
     if bucket is None:
         return ScoreTerm(Relative.bind(_float_leaf("table", table), ints=(reach,)))
@@ -189,7 +203,9 @@ def t5_bucket(num_buckets: int = 32, max_distance: int = 128, bidirectional: boo
     """T5's bucket of each distance k - q from -max_distance to max_distance, (2*max_distance+1,) int32.
 
     Half of the buckets are exact distances, the rest grow logarithmically up to max_distance.
-    T5 stores its table as (num_buckets, H): hand over its transpose. Source: Raffel et al. 2019, section 2.1 and its code.
+    T5 stores its table as (num_buckets, H): hand over its transpose.
+
+    Source: Raffel et al. 2019, section 2.1 and its code.
     """
     distance = torch.arange(-max_distance, max_distance + 1)
     result = torch.zeros_like(distance)

@@ -10,7 +10,7 @@ so that they can be built inside compiled code.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from tilewise.spec import expression as ex
 from tilewise.spec.trace import trace
@@ -39,7 +39,9 @@ class Term(NamedTuple):
         )
 
 
-def atom_text(name: str, leaves: tuple[tuple[str, int], ...], num_ints: int, num_floats: int, root: ex.Node) -> str:
+def atom_text(
+    name: str, leaves: tuple[tuple[str, int], ...], num_ints: int, num_floats: int, root: ex.Node
+) -> str:
     """Text of one atom."""
     kinds = ",".join(f"{kind}{ndim}" for kind, ndim in leaves)
     return f"{name}[{kinds};{num_ints};{num_floats}]{{{ex.to_text(root)}}}"
@@ -59,7 +61,7 @@ class Atom:
     text: ClassVar[str]
 
     def __init_subclass__(cls) -> None:
-        function: Callable | None = getattr(cls, "keep", None) or getattr(cls, "value", None)
+        function: Callable[..., Any] | None = getattr(cls, "keep", None) or getattr(cls, "value", None)
         if function is None:
             return
         numbers = dict.fromkeys(cls.ints, "int") | dict.fromkeys(cls.floats, "float")

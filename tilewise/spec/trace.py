@@ -80,7 +80,9 @@ class Symbol:
 
     def __pow__(self, power: object) -> Symbol:
         if not isinstance(power, int) or isinstance(power, bool) or not 0 <= power <= 16:
-            raise _refuse("only a literal integer power from 0 to 16 can be written", "Use tw.exp2 and tw.log2.")
+            raise _refuse(
+                "only a literal integer power from 0 to 16 can be written", "Use tw.exp2 and tw.log2."
+            )
         result: Symbol = Symbol(ex.const(1))
         for _ in range(power):
             result = self if result.node is ex.const(1) else _binary("mul")(result, self)
@@ -93,14 +95,23 @@ class Symbol:
         return self
 
     @classmethod
-    def __torch_function__(cls, func: Callable, _types: object, args: tuple = (), kwargs: dict | None = None) -> Symbol:
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        _types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Symbol:
         """Accept torch's own spelling of the words, so that score functions written for torch trace."""
         from tilewise.spec import words
 
         word = getattr(words, _TORCH_WORDS.get(func.__name__, ""), None)
         if word is None or kwargs:
-            raise _refuse(f"torch.{func.__name__} cannot be written in an expression", "Use tilewise's words.")
-        return word(*args)
+            raise _refuse(
+                f"torch.{func.__name__} cannot be written in an expression", "Use tilewise's words."
+            )
+        result: Symbol = word(*args)
+        return result
 
 
 _TORCH_WORDS = {
@@ -132,7 +143,9 @@ def symbol(value: object) -> Symbol:
 def _boolean(value: object, sign: str) -> ex.Node:
     node = symbol(value).node
     if node.type != "bool":
-        raise _refuse(f"`{sign}` joins conditions, and one side is a number", "Compare it first, for example x != 0.")
+        raise _refuse(
+            f"`{sign}` joins conditions, and one side is a number", "Compare it first, for example x != 0."
+        )
     return node
 
 
@@ -150,6 +163,10 @@ def _logical(op: str, sign: str) -> Callable[[object, object], Symbol]:
     return method
 
 
+def _differ(self: object, other: object) -> Symbol:
+    return Symbol(ex.apply("ne", _boolean(self, "^"), _boolean(other, "^")))
+
+
 def _install() -> None:
     names = {"add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floordiv", "mod": "mod"}
     for python, op in names.items():
@@ -161,11 +178,10 @@ def _install() -> None:
     for op, sign in (("and", "&"), ("or", "|")):
         setattr(Symbol, f"__{op}__", _logical(op, sign))
         setattr(Symbol, f"__r{op}__", _logical(op, sign))
-    Symbol.__xor__ = Symbol.__rxor__ = lambda self, other: Symbol(  # type: ignore[attr-defined]
-        ex.apply("ne", _boolean(self, "^"), _boolean(other, "^"))
-    )
-    Symbol.__abs__ = lambda self: Symbol(ex.apply("abs", self.node))  # type: ignore[attr-defined]
-    Symbol.__neg__ = lambda self: Symbol(ex.apply("neg", self.node))  # type: ignore[attr-defined]
+    for name in ("__xor__", "__rxor__"):
+        setattr(Symbol, name, _differ)
+    for op in ("abs", "neg"):
+        setattr(Symbol, f"__{op}__", lambda self, op=op: Symbol(ex.apply(op, self.node)))
 
 
 _install()
@@ -187,7 +203,7 @@ class Leaf(Symbol):
         """The leaf used as a number: only a 0-d leaf is one."""
         return self[()]
 
-    def _indices(self, index: tuple) -> tuple[ex.Node, ...]:
+    def _indices(self, index: tuple[object, ...]) -> tuple[ex.Node, ...]:
         if len(index) != self.ndim:
             raise _refuse(
                 f"a leaf of {self.ndim} dimension(s) is read with {len(index)} index(es)",
@@ -232,7 +248,9 @@ class _Scalars:
         if isinstance(value, numbers.Integral):
             number = int(value)
             if not ex.INT_MIN <= number <= ex.INT_MAX:
-                raise SpecError(f"the captured integer {number} does not fit int32, in which indices are computed")
+                raise SpecError(
+                    f"the captured integer {number} does not fit int32, in which indices are computed"
+                )
             self.ints.append(number)
             return Symbol(ex.int_scalar(len(self.ints) - 1))
         self.floats.append(float(value))
@@ -243,7 +261,11 @@ def _rebind(fn: types.FunctionType, scalars: _Scalars) -> types.FunctionType:
     """The same code, its captured numbers replaced by symbolic scalars."""
     captured = _captured(fn)
     for (_, name), value in captured.items():
-        if type(value).__module__.startswith("torch") and hasattr(value, "dtype") and hasattr(value, "stride"):
+        if (
+            type(value).__module__.startswith("torch")
+            and hasattr(value, "dtype")
+            and hasattr(value, "stride")
+        ):
             raise SpecError(
                 f"the atom captures the tensor {name!r}\n"
                 f"Hand it over as a leaf: tw.custom(fn, {name}), and read it as {name}[...] inside."
@@ -259,7 +281,9 @@ def _rebind(fn: types.FunctionType, scalars: _Scalars) -> types.FunctionType:
     return rebound
 
 
-def _call(fn: types.FunctionType, leaves: tuple[tuple[str, int], ...], forbidden: tuple[str, ...], fixed: bool) -> Traced:
+def _call(
+    fn: types.FunctionType, leaves: tuple[tuple[str, int], ...], forbidden: tuple[str, ...], fixed: bool
+) -> Traced:
     scalars = _Scalars(fixed)
     rebound = _rebind(fn, scalars)
     waiting = [Leaf(slot, kind, ndim) for slot, (kind, ndim) in enumerate(leaves)]
@@ -268,7 +292,9 @@ def _call(fn: types.FunctionType, leaves: tuple[tuple[str, int], ...], forbidden
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise SpecError(f"an atom names its parameters; {fn.__name__} has {parameter}")
         if name in forbidden:
-            raise SpecError(f"{fn.__name__} asks for {name!r}, which a mask does not see\nUse tw.custom_score.")
+            raise SpecError(
+                f"{fn.__name__} asks for {name!r}, which a mask does not see\nUse tw.custom_score."
+            )
         if name in ex.VARIABLES:
             arguments[name] = Symbol(ex.variable(name))
         elif waiting:
@@ -286,7 +312,7 @@ def _call(fn: types.FunctionType, leaves: tuple[tuple[str, int], ...], forbidden
     return Traced(result.node, tuple(scalars.ints), tuple(scalars.floats))
 
 
-def trace(fn: Callable, leaves: tuple[tuple[str, int], ...] = (), *, mask: bool) -> Traced:
+def trace(fn: Callable[..., Any], leaves: tuple[tuple[str, int], ...] = (), *, mask: bool) -> Traced:
     """Trace an atom.
 
     Args:
@@ -308,5 +334,7 @@ def trace(fn: Callable, leaves: tuple[tuple[str, int], ...] = (), *, mask: bool)
         # A captured number may steer the Python code itself (range(n), if n): then it is a literal.
         traced = _call(fn, leaves, forbidden, fixed=True)
     if mask and traced.root.type != "bool":
-        raise SpecError(f"{fn.__name__} yields a {traced.root.type}; a mask yields a condition, True = may attend")
+        raise SpecError(
+            f"{fn.__name__} yields a {traced.root.type}; a mask yields a condition, True = may attend"
+        )
     return traced if mask else traced._replace(root=ex.cast(traced.root, "float"))

@@ -46,6 +46,7 @@ class Draw:
 
 
 def no_leaves(draw: Draw) -> tuple[Tensor, ...]:
+    """The leaves of a feature without any."""
     return ()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import tilewise
 from tilewise.testing.budgets import Line, Report, compare
 from tilewise.testing.cases import Case, Values
-from tilewise.testing.ordinary import evaluate, visible_pairs
+from tilewise.testing.ordinary import evaluate, orders, visible_pairs
 from tilewise.testing.poison import NAN, place, surround
 
 UNIVERSAL = ("blockwise", "naive")  # backends that may refuse nothing: every other one can fall back on them
@@ -51,10 +51,12 @@ def suite_backends() -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=512)
-def expected(case: Case) -> tuple[Values, dict[str, Tensor], dict[str, Tensor]]:
-    """(values, truth in float64, ordinary attention in the case's dtype), computed once for all backends."""
+def expected(case: Case) -> tuple[Values, dict[str, Tensor], dict[str, list[Tensor]]]:
+    """(values, truth in float64, ordinary attention in its dtype in each order), once for all backends."""
     values = case.draw()
-    return values, evaluate(case, values, torch.float64), evaluate(case, values, case.dtype)
+    truth = evaluate(case, values, torch.float64)
+    runs = [evaluate(case, values, case.dtype, order) for order in orders(case.dtype)]
+    return values, truth, {name: [run[name] for run in runs] for name in truth}
 
 
 def hide(case: Case, values: Values) -> Values:
@@ -148,7 +150,7 @@ def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Re
     return report
 
 
-def _line(name: str, result: Tensor, ordinary: Tensor, truth: Tensor) -> Line:
+def _line(name: str, result: Tensor, ordinary: list[Tensor], truth: Tensor) -> Line:
     if result.shape != truth.shape:
         raise AssertionError(f"{name}: shape {tuple(result.shape)}, expected {tuple(truth.shape)}")
     return compare(name, result, ordinary, truth)

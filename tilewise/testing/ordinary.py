@@ -9,6 +9,8 @@ terms and their printers independently.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +20,34 @@ from tilewise.testing.cases import Case, Segment, Values
 from tilewise.testing.grid import Grid
 
 
-def ordinary_attention(case: Case, values: Values) -> tuple[Tensor, Tensor]:
+class Order(NamedTuple):
+    """An order of ordinary attention's operations: what the scale multiplies (s, q or k), and rows and
+    columns read backwards.
+
+    All are equally ordinary. Their results differ by rounding alone, so together they tell how large rounding
+    is, where a single one can be exact by luck.
+    """
+
+    scaled: str
+    backwards: bool
+
+
+PLAIN = Order("s", False)
+
+
+def orders(dtype: torch.dtype) -> tuple[Order, ...]:
+    """The orders that measure rounding in a dtype. In half precision, scaling q or k would round inputs once
+    more.
+    """
+    same_scale = (PLAIN, Order("s", True))
+    return (
+        same_scale
+        if dtype in (torch.float16, torch.bfloat16)
+        else (*same_scale, Order("q", True), Order("k", False))
+    )
+
+
+def ordinary_attention(case: Case, values: Values, order: Order = PLAIN) -> tuple[Tensor, Tensor]:
     """out and lse of a case in the dtype of `values` (accumulation type for lse), differentiable, NaN-safe in
     empty rows.
 
@@ -27,7 +56,7 @@ def ordinary_attention(case: Case, values: Values) -> tuple[Tensor, Tensor]:
     """
     if case.packing is None:
         (segment,) = case.segments()
-        return _dense(case, values, segment.grid, values.q, values.k, values.v)
+        return _dense(case, values, segment.grid, (values.q, values.k, values.v), order)
     accumulate = _accumulation(values.q.dtype)
     out = values.q.new_zeros(*values.q.shape[:2], values.v.shape[2])
     lse = torch.full((values.q.shape[1], values.q.shape[0]), -math.inf, dtype=accumulate)
@@ -36,7 +65,7 @@ def ordinary_attention(case: Case, values: Values) -> tuple[Tensor, Tensor]:
             continue
         q = values.q[rows].transpose(0, 1)[None]
         k, v = (t[columns].transpose(0, 1)[None] for t in (values.k, values.v))
-        part, part_lse = _dense(case, values, grid, q, k, v)
+        part, part_lse = _dense(case, values, grid, (q, k, v), order)
         out[rows] = part[0].transpose(0, 1)
         lse[:, rows] = part_lse[0]
     return out, lse
@@ -55,11 +84,27 @@ def _accumulation(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _dense(case: Case, values: Values, grid: Grid, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _dense(
+    case: Case, values: Values, grid: Grid, qkv: tuple[Tensor, Tensor, Tensor], order: Order
+) -> tuple[Tensor, Tensor]:
+    """One dense problem, its rows and columns taken in the given order; the results are in the problem's
+    order.
+    """
+    q, k, v = qkv
+    kept = _kept(case, grid) if case.dropout else None
+    if order.backwards:
+        q, k, v = (t.flip(2) for t in (q, k, v))
+        grid = replace(grid, i=grid.i.flip(2), q=grid.q.flip(2), j=grid.j.flip(3), k=grid.k.flip(3))
+        kept = None if kept is None else kept.flip(2, 3)
     group = case.sizes.H // case.sizes.Hkv if case.sizes.Hkv else 1
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
     scale = case.scale if case.scale is not None else case.sizes.D**-0.5
-    s = (q @ k.transpose(-1, -2)) * scale
+    if order.scaled == "q":
+        q = q * scale
+    elif order.scaled == "k":
+        k = k * scale
+    s = q @ k.transpose(-1, -2)
+    s = s * scale if order.scaled == "s" else s
     for term, leaves in zip(case.scores, values.score_leaves, strict=True):
         s = term.score(s, grid, *leaves).to(q.dtype)
     s = s.to(_accumulation(q.dtype))
@@ -74,10 +119,10 @@ def _dense(case: Case, values: Values, grid: Grid, q: Tensor, k: Tensor, v: Tens
         s = torch.cat([s, sink], dim=-1)
     p, lse = _softmax(s)
     p = p[..., : grid.shape[3]]
-    if case.dropout:
-        kept = _kept(case, grid)
+    if kept is not None:
         p = torch.where(kept, p / (1 - case.dropout) if case.dropout < 1 else 0.0, 0.0)
-    return p.to(q.dtype) @ v, lse
+    out = p.to(q.dtype) @ v
+    return (out.flip(2), lse.flip(2)) if order.backwards else (out, lse)
 
 
 def _softmax(s: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,7 +155,7 @@ def _kept(case: Case, grid: Grid) -> Tensor:
     )
 
 
-def evaluate(case: Case, values: Values, dtype: torch.dtype) -> dict[str, Tensor]:
+def evaluate(case: Case, values: Values, dtype: torch.dtype, order: Order = PLAIN) -> dict[str, Tensor]:
     """out, lse and every gradient ("d" + name) of a case computed in `dtype`, on the CPU.
 
     q, k, v and dout are cast to dtype; in float64 every float leaf is too, otherwise leaves keep theirs.
@@ -126,7 +171,7 @@ def evaluate(case: Case, values: Values, dtype: torch.dtype) -> dict[str, Tensor
     inputs = own.differentiable()
     for t in inputs.values():
         t.requires_grad_()
-    out, lse = ordinary_attention(case, own)
+    out, lse = ordinary_attention(case, own, order)
     result = {"out": out.detach(), "lse": lse.detach()}
     cotangents = (own.dout, own.dlse.to(lse.dtype))
     tensors = [(t, g) for t, g in zip((out, lse), cotangents, strict=True) if t.requires_grad]

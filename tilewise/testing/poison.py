@@ -107,7 +107,7 @@ def place(t: Tensor, layout: str) -> Tensor:
 
 
 def surround(t: Tensor, layout: str, margin: int = 128) -> Tensor:
-    """As `place`, with `margin` elements of NaN before the first and after the last element of the storage."""
+    """As `place`, with `margin` elements of NaN before and after the storage."""
     with torch.no_grad():
         placed = LAYOUTS[layout](t.detach())
         stored = placed.untyped_storage().nbytes() // placed.element_size()

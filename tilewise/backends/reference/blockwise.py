@@ -11,111 +11,18 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.backends.protocol import Gradients, Needs, Reason, Schedule
 from tilewise.backends.reference import tile as t
-from tilewise.backends.reference.segments import Segment, segments, uniform
-from tilewise.backends.reference.tile import LN2, LOG2E, TileFold
+from tilewise.backends.reference.segments import Segment, uniform
+from tilewise.backends.reference.tile import LN2, LOG2E
+from tilewise.backends.reference.walk import Walk, choose_blocks, drop, hide, tile_scores
 from tilewise.problem import Inputs, Problem, empty_in_order
 from tilewise.spec.print_torch import accumulate
-from tilewise.spec.tiles import EMPTY, FULL, TileGrid, classify_tiles
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-WORKSPACE_ELEMENTS = 1 << 22
-"""Scores of one tile over all its heads and batch entries: 16 MiB in float32."""
-
-
-class Blocks(NamedTuple):
-    """Tile sizes and how many batch entries go through one product."""
-
-    block_q: int
-    block_k: int
-    entries: int
-
-
-def choose_blocks(problem: Problem) -> Blocks:
-    """Sizes from the shape alone, so that results repeat bit by bit.
-
-    256 x 512 keeps the products efficient and a tile of eight heads in a second-level cache
-    (measured among 64..512 x 128..1024 on two CPU cores); many heads shrink it to the workspace.
-    """
-    heads = max(problem.shape.num_heads_q, 1)
-    block_q, block_k = 256, 512
-    while heads * block_q * block_k > WORKSPACE_ELEMENTS and block_q > 32:
-        block_q //= 2
-    while heads * block_q * block_k > WORKSPACE_ELEMENTS and block_k > 64:
-        block_k //= 2
-    if problem.options.batch_invariant or problem.options.layout == "varlen":
-        return Blocks(block_q, block_k, 1)
-    rows = min(block_q, max(problem.shape.seqlen_q, 1))
-    columns = min(block_k, max(problem.shape.seqlen_k, 1))
-    return Blocks(block_q, block_k, max(1, WORKSPACE_ELEMENTS // (heads * rows * columns)))
-
-
-def span(offset: int | Tensor) -> tuple[int, int]:
-    """Least and greatest offset of a segment."""
-    if not isinstance(offset, Tensor):
-        return int(offset), int(offset)
-    low, high = torch.aminmax(offset)
-    return int(low), int(high)
-
-
-def tile_classes(problem: Problem, inputs: Inputs, segment: Segment, blocks: Blocks) -> list[list[int]] | None:
-    """EMPTY, PARTIAL or FULL for each tile of a segment; None if there is no mask."""
-    if problem.spec.keep is None:
-        return None
-    q_low, q_high = span(segment.q_offset)
-    k_low, k_high = span(segment.k_offset)
-    grid = TileGrid(
-        blocks.block_q, blocks.block_k, segment.seqlen_q, segment.seqlen_k, q_low, q_high, k_low, k_high,
-        segment.first_batch, segment.first_batch + segment.entries - 1,
-        problem.shape.num_heads_q, problem.shape.num_heads_kv,
-    )  # fmt: skip
-    return classify_tiles(problem.spec.keep, grid, inputs.leaves, inputs.ints, inputs.floats).tolist()
-
-
-class Walk:
-    """Visits the tiles of a call in the order of the schedule, and cuts its tensors to them."""
-
-    def __init__(self, problem: Problem, inputs: Inputs, dots: tuple[Tensor | None, ...] = ()) -> None:
-        self.problem, self.inputs = problem, inputs
-        self.blocks = choose_blocks(problem)
-        self.fold = TileFold(problem, inputs, dots)
-        self.dtype = problem.compute_dtype
-        self.heads_kv = problem.shape.num_heads_kv
-        self.q, self.k, self.v = (uniform(problem, x) for x in (inputs.q, inputs.k, inputs.v))
-
-    def segments(self) -> Iterator[Segment]:
-        return segments(self.problem, self.inputs, self.blocks.entries)
-
-    def row_tiles(self, segment: Segment) -> Iterator[tuple[tuple[int, int], list[tuple[tuple[int, int], int]]]]:
-        """Each range of rows with its ranges of columns and their classes, EMPTY ones left out."""
-        classes = tile_classes(self.problem, self.inputs, segment, self.blocks) if segment.seqlen_k else None
-        columns = _ranges(segment.seqlen_k, self.blocks.block_k)
-        for n, rows in enumerate(_ranges(segment.seqlen_q, self.blocks.block_q)):
-            kinds = [FULL] * len(columns) if classes is None else classes[n]
-            yield rows, [(c, kind) for c, kind in zip(columns, kinds, strict=True) if kind != EMPTY]
-
-    def cut_rows(self, x: Tensor, segment: Segment, rows: tuple[int, int]) -> Tensor:
-        """Part of a q-, out- or lse-like (B, H, N, ...) view."""
-        return x[segment.batch, :, segment.rows.start + rows[0] : segment.rows.start + rows[1]]
-
-    def cut_columns(self, x: Tensor, segment: Segment, columns: tuple[int, int]) -> Tensor:
-        """Part of a k- or v-like (B, H_kv, N, ...) view."""
-        return x[segment.batch, :, segment.keys.start + columns[0] : segment.keys.start + columns[1]]
-
-    def wide(self, x: Tensor) -> Tensor:
-        return x.to(self.dtype)
-
-
-def _ranges(length: int, block: int) -> list[tuple[int, int]]:
-    return [(start, min(start + block, length)) for start in range(0, length, block)]
 
 
 class Blockwise:
@@ -132,8 +39,12 @@ class Blockwise:
         rows, columns = min(blocks.block_q, s.seqlen_q), min(blocks.block_k, s.seqlen_k)
         size = 8 if problem.compute_dtype == torch.float64 else 4
         tile = size * min(blocks.entries, s.batch) * s.num_heads_q * rows * columns
-        # Forward: scores and two temporaries of that size. Backward: dp and ds more, and fp32 gradients.
-        tiles = (5 if problem.needs_grad else 3) * tile
+        # Forward: scores and three temporaries of that size; backward: dp, ds and one more; dropout: Philox words
+        # (int64, a quarter of the pairs each); terms: every float node of the printed trees may be alive.
+        trees = t.trees_of(problem.spec)
+        count = (7 if problem.needs_grad else 4) + 8 * problem.spec.dropout
+        count += trees.num_nodes * (2 if problem.needs_grad else 1)
+        tiles = count * tile
         linear = 0
         if problem.needs_grad:
             tokens = 1 if problem.options.layout == "varlen" else s.batch
@@ -162,29 +73,22 @@ class Blockwise:
         return out, lse
 
     def backward(
-        self, problem: Problem, inputs: Inputs, saved: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor | None], needs: Needs
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        saved: tuple[Tensor, Tensor],
+        grads: tuple[Tensor, Tensor | None],
+        needs: Needs,
     ) -> Gradients:
         return _Backward(problem, inputs, saved, grads, needs).run()
 
 
-def tile_scores(walk: Walk, q: Tensor, k: Tensor, kind: int) -> Tensor:
-    """Scores after terms and masks, natural units; q carries the scale. -inf = hidden."""
-    s = t.scores(q, k)
-    if walk.fold.trees.has_terms:
-        s = walk.fold.trees.score(walk.fold.env(s=s))[0].expand_as(s)
-    return hide(walk, s, kind)
-
-
-def hide(walk: Walk, s: Tensor, kind: int) -> Tensor:
-    """-inf where the mask hides the pair; FULL tiles are left alone."""
-    if kind == FULL:
-        return s
-    hidden = walk.fold.hidden()
-    return s if hidden is None else s.masked_fill(hidden, -math.inf)
-
-
 def _forward_rows(
-    walk: Walk, segment: Segment, rows: tuple[int, int], columns: list[tuple[tuple[int, int], int]], guarded: bool
+    walk: Walk,
+    segment: Segment,
+    rows: tuple[int, int],
+    columns: list[tuple[tuple[int, int], int]],
+    guarded: bool,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of one tile of rows: absorb its tiles of columns one after another."""
     problem, inputs = walk.problem, walk.inputs
@@ -229,10 +133,28 @@ def finish(m: Tensor, l: Tensor, acc: Tensor, sink: Tensor | None) -> tuple[Tens
     return out, lse
 
 
+class _RowData(NamedTuple):
+    """What a tile of rows brings to each of its tiles of columns: weights are exp2((s - m) log2 e - low)."""
+
+    q: Tensor
+    do: Tensor
+    m: Tensor
+    low: Tensor
+    delta: Tensor
+    alive: Tensor | None
+
+
 class _Backward:
     """The backward pass of one call: dq, dk, dv and the leaves' gradients, accumulated in float32 tile by tile."""
 
-    def __init__(self, problem: Problem, inputs: Inputs, saved, grads, needs: Needs) -> None:  # noqa: ANN001
+    def __init__(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        saved: tuple[Tensor, Tensor],
+        grads: tuple[Tensor, Tensor | None],
+        needs: Needs,
+    ) -> None:
         self.walk = Walk(problem, inputs)
         self.problem, self.inputs, self.needs = problem, inputs, needs
         (out, lse), (do, dlse) = saved, grads
@@ -244,13 +166,17 @@ class _Backward:
         self.delta = uniform(problem, delta if dlse is None else delta - dlse)
         self.dlse = None if dlse is None else uniform(problem, dlse)
         self.guarded = not (
-            t.all_finite(inputs.q, inputs.k, inputs.v, do, dlse) and (lse.numel() == 0 or bool(lse.amax() < math.inf))
+            t.all_finite(inputs.q, inputs.k, inputs.v, do, dlse)
+            and (lse.numel() == 0 or bool(lse.amax() < math.inf))
         )
         zeros = functools.partial(torch.zeros, dtype=wide, device=inputs.q.device)
         self.dq = zeros(inputs.q.shape) if needs.q else None
         self.dk = zeros(inputs.k.shape) if needs.k else None
         self.dv = zeros(inputs.v.shape) if needs.v else None
-        self.leaves = tuple(zeros(leaf.shape) if need else None for leaf, need in zip(inputs.leaves, needs.leaves, strict=True))
+        self.leaves = tuple(
+            zeros(leaf.shape) if need else None
+            for leaf, need in zip(inputs.leaves, needs.leaves, strict=True)
+        )
         self.sink = zeros(inputs.sink.shape) if needs.sink and inputs.sink is not None else None
 
     def run(self) -> Gradients:
@@ -268,63 +194,112 @@ class _Backward:
             None if self.sink is None else narrow(self.sink, inputs.sink),  # type: ignore[arg-type]
         )  # fmt: skip
 
-    def _rows(self, segment: Segment, rows: tuple[int, int], columns: list[tuple[tuple[int, int], int]]) -> None:
+    def _rows(
+        self, segment: Segment, rows: tuple[int, int], columns: list[tuple[tuple[int, int], int]]
+    ) -> None:
         walk = self.walk
         q = walk.wide(walk.cut_rows(walk.q, segment, rows)) * self.inputs.scale
         do = walk.wide(walk.cut_rows(self.do, segment, rows))
         lse = walk.cut_rows(self.lse, segment, rows)
         delta = walk.cut_rows(self.delta, segment, rows)
-        # A row that saw nothing has lse = -inf: +inf instead makes every weight exp2(-inf) = 0.
-        lse = lse.masked_fill(lse == -math.inf, math.inf)
         alive = None
         if self.guarded:
             # A row whose cotangents are all exactly 0 contributes 0, whatever it holds.
             alive = (do != 0).any(-1)
             if self.dlse is not None:
                 alive = alive | (walk.cut_rows(self.dlse, segment, rows) != 0)
+        if self.problem.options.partial:
+            # These keys may be a part of the whole, whose lse and out were given.
+            m, low = lse, torch.zeros_like(lse)
+        else:
+            m, low, delta = self._statistics(segment, rows, columns, (q, do))
+        # A row that saw nothing has m = -inf: +inf instead makes every weight exp2(-inf) = 0.
+        m = m.masked_fill(m == -math.inf, math.inf)
+        data = _RowData(q, do, m, low, delta, alive)
         if self.sink is not None:
-            self._sink(lse, delta, alive)
+            self._sink(data)
         for cols, kind in columns:
             walk.fold.at(segment, rows, cols)
-            self._tile(segment, rows, cols, kind, (q, do, lse, delta, alive))
+            self._tile(segment, rows, cols, kind, data)
 
-    def _sink(self, lse: Tensor, delta: Tensor, alive: Tensor | None) -> None:
+    def _statistics(
+        self,
+        segment: Segment,
+        rows: tuple[int, int],
+        columns: list[tuple[tuple[int, int], int]],
+        tensors: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(m, log2 l, delta) of a tile of rows, computed afresh from q, k, v and do.
+
+        lse = m + log l is rounded to the size of m, and out to its own type: weights from a large lse and
+        delta from out would carry those roundings into every gradient. One more pass over the tiles (two
+        products beside the five) takes them out; a row with one visible key has ds = 0 exactly.
+        """
+        walk, (q, do) = self.walk, tensors
+        m = q.new_full(q.shape[:3], -math.inf)
+        l, delta = torch.zeros_like(m), torch.zeros_like(m)  # noqa: E741
+        for cols, kind in columns:
+            k = walk.wide(walk.cut_columns(walk.k, segment, cols))
+            v = walk.wide(walk.cut_columns(walk.v, segment, cols))
+            walk.fold.at(segment, rows, cols)
+            s = tile_scores(walk, q, k, kind)
+            m_new = torch.maximum(m, s.amax(-1))
+            pivot = m_new.masked_fill(m_new == -math.inf, 0.0)
+            hidden = s == -math.inf
+            p = (s - pivot[..., None]).mul_(LOG2E).exp2_()
+            alpha = torch.exp2((m - pivot) * LOG2E)
+            l = l * alpha + p.sum(-1)  # noqa: E741
+            dp = drop(t.scores(do, v), walk.fold.dropout())
+            delta = delta * alpha + p.mul_(dp).masked_fill_(hidden, 0.0).sum(-1)
+            m = m_new
+        if self.inputs.sink is not None:
+            logit = self.inputs.sink.to(m.dtype).view(1, -1, 1)
+            top = torch.maximum(m, logit)
+            pivot = top.masked_fill(top == -math.inf, 0.0)
+            alpha = torch.exp2((m - pivot) * LOG2E)
+            l = l * alpha + torch.exp2((logit - pivot) * LOG2E)  # noqa: E741
+            delta, m = delta * alpha, top
+        l = l.masked_fill(l == 0, 1.0)  # noqa: E741
+        delta = delta / l
+        if self.dlse is not None:
+            delta = delta - walk.cut_rows(self.dlse, segment, rows)
+        return m, torch.log2(l), delta
+
+    def _sink(self, data: _RowData) -> None:
         """The sink is a key with value 0: dp = 0, ds = -p delta."""
-        logit = self.inputs.sink.to(lse.dtype).view(1, -1, 1)  # type: ignore[union-attr]
-        ds = -torch.exp2((logit - lse) * LOG2E) * delta
+        logit = self.inputs.sink.to(data.m.dtype).view(1, -1, 1)  # type: ignore[union-attr]
+        ds = -torch.exp2((logit - data.m) * LOG2E - data.low) * data.delta
         ds = ds.masked_fill(logit == -math.inf, 0.0)
-        ds = ds if alive is None else ds.masked_fill(~alive, 0.0)
-        self.sink += ds.sum((0, 2))
+        ds = ds if data.alive is None else ds.masked_fill(~data.alive, 0.0)
+        self.sink = self.sink + ds.sum((0, 2))  # type: ignore[operator]
 
-    def _tile(self, segment: Segment, rows: tuple[int, int], cols: tuple[int, int], kind: int, row_data: tuple) -> None:
+    def _tile(
+        self, segment: Segment, rows: tuple[int, int], cols: tuple[int, int], kind: int, data: _RowData
+    ) -> None:
         walk, trees = self.walk, self.walk.fold.trees
-        q, do, lse, delta, alive = row_data
         k = walk.wide(walk.cut_columns(walk.k, segment, cols))
         v = walk.wide(walk.cut_columns(walk.v, segment, cols))
-        s, slopes = t.scores(q, k), ()
+        s = t.scores(data.q, k)
+        slopes: list[Tensor] = []
         if trees.has_terms:
             s, *slopes = trees.score_and_slopes(walk.fold.env(s=s))
-            s = s.expand(*q.shape[:3], k.shape[2])
+            s = s.expand(*data.q.shape[:3], k.shape[2])
         s = hide(walk, s, kind)
-        p = (s - lse[..., None]).mul_(LOG2E).exp2_()
+        p = (s - data.m[..., None]).mul_(LOG2E).sub_(data.low[..., None]).exp2_()
         hidden = (s == -math.inf) if (self.guarded or trees.has_terms) else None
         visible = None
         if self.guarded:
-            visible = ~hidden if alive is None else ~hidden & alive[..., None]
+            visible = ~hidden if data.alive is None else ~hidden & data.alive[..., None]  # type: ignore[operator]
             hidden = ~visible
             p = p.masked_fill(hidden, 0.0)
         factor = walk.fold.dropout()
-        dropped = p if factor is None else p * factor
         if self.dv is not None:
             kept = visible if visible is None or factor is None else visible & (factor != 0)
-            dv = t.over_rows(dropped, do, walk.heads_kv, kept)
+            dv = t.over_rows(p if factor is None else p * factor, data.do, walk.heads_kv, kept)
             walk.cut_columns(uniform(self.problem, self.dv), segment, cols).add_(dv)
         if self.dq is None and self.dk is None and not any(g is not None for g in self.leaves):
             return
-        dp = t.scores(do, v)
-        if factor is not None:
-            dp = torch.where(factor != 0, dp * factor, 0.0)
-        ds = dp.sub_(delta[..., None]).mul_(p)
+        ds = drop(t.scores(data.do, v), factor).sub_(data.delta[..., None]).mul_(p)
         if hidden is not None:
             ds = ds.masked_fill(hidden, 0.0)
         if trees.has_terms:
@@ -333,10 +308,10 @@ class _Backward:
             dq = t.over_keys(ds, k, visible)
             walk.cut_rows(uniform(self.problem, self.dq), segment, rows).add_(dq, alpha=self.inputs.scale)
         if self.dk is not None:
-            dk = t.over_rows(ds, q, walk.heads_kv, visible)
+            dk = t.over_rows(ds, data.q, walk.heads_kv, visible)
             walk.cut_columns(uniform(self.problem, self.dk), segment, cols).add_(dk)
 
-    def _terms(self, ds: Tensor, slopes: list[Tensor] | tuple, hidden: Tensor | None) -> Tensor:
+    def _terms(self, ds: Tensor, slopes: list[Tensor], hidden: Tensor | None) -> Tensor:
         """Back through the score terms: gradients of their leaves, then d score / d s."""
         env = self.walk.fold.env()
         slope, *adjoints = slopes

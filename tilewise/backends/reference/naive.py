@@ -7,6 +7,7 @@ expression tree everywhere else, so that the two check each other.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,9 @@ class Naive:
     def supports(self, problem: Problem) -> list[Reason]:
         if problem.options.backend != self.name and not problem.options.allow_quadratic:
             return [
-                Reason("memory grows with N_q x N_k", "backend='auto'", "allow_quadratic=True or backend='naive'"),
+                Reason(
+                    "memory grows with N_q x N_k", "backend='auto'", "allow_quadratic=True or backend='naive'"
+                ),
             ]
         return []
 
@@ -33,31 +36,44 @@ class Naive:
         s = problem.shape
         size = 8 if problem.compute_dtype == torch.float64 else 4
         matrix = size * max(s.batch, 1) * s.num_heads_q * s.seqlen_q * s.seqlen_k
-        return Schedule(s.seqlen_q, s.seqlen_k, "one tile", 1, (6 if problem.needs_grad else 4) * matrix, True)
+        return Schedule(
+            s.seqlen_q, s.seqlen_k, "one tile", 1, (6 if problem.needs_grad else 4) * matrix, True
+        )
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         out = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype).zero_()
         lse = inputs.q.new_full(problem.lse_shape, -math.inf, dtype=problem.compute_dtype)
         for segment in segments(problem, inputs, max(problem.shape.batch, 1)):
             part = _Matrix(problem, inputs, segment)
-            _, p, part_lse, visible = part.weights()
-            factor = part.fold.dropout()
+            weights = part.weights()
+            p, visible, factor = weights.p, weights.visible, part.fold.dropout()
             seen = visible if factor is None else visible & (factor != 0)
             part_out = weighted_sum(p if factor is None else p * factor, part.v, seen)
             part.rows(uniform(problem, out)).copy_(part_out)
-            part.rows(uniform(problem, lse)).copy_(part_lse)
+            part.rows(uniform(problem, lse)).copy_(weights.lse)
         return out, lse
 
     def backward(
-        self, problem: Problem, inputs: Inputs, saved: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor | None], needs: Needs
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        saved: tuple[Tensor, Tensor],
+        grads: tuple[Tensor, Tensor | None],
+        needs: Needs,
     ) -> Gradients:
         wide = problem.compute_dtype
-        dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (inputs.q, inputs.k, inputs.v))
+        dq, dk, dv = (
+            torch.zeros(x.shape, dtype=wide, device=x.device) for x in (inputs.q, inputs.k, inputs.v)
+        )
         leaves = [
             torch.zeros(x.shape, dtype=wide, device=x.device) if need else None
             for x, need in zip(inputs.leaves, needs.leaves, strict=True)
         ]
-        sink = None if inputs.sink is None else torch.zeros(inputs.sink.shape, dtype=wide, device=inputs.q.device)
+        sink = (
+            None
+            if inputs.sink is None
+            else torch.zeros(inputs.sink.shape, dtype=wide, device=inputs.q.device)
+        )
         views = tuple(uniform(problem, x) for x in (*saved, *grads) if x is not None)
         for segment in segments(problem, inputs, max(problem.shape.batch, 1)):
             part = _Matrix(problem, inputs, segment)
@@ -71,15 +87,26 @@ class Naive:
         )  # fmt: skip
 
 
+class _Weights(NamedTuple):
+    """The softmax of one segment: scores before the terms, weights, the sink's weight, lse, visible pairs."""
+
+    s0: Tensor
+    p: Tensor
+    p_sink: Tensor | None
+    lse: Tensor
+    visible: Tensor
+
+
 class _Matrix:
     """The full score matrix of one segment, K and V expanded to the query heads."""
 
     def __init__(self, problem: Problem, inputs: Inputs, segment: Segment) -> None:
         self.problem, self.inputs, self.segment = problem, inputs, segment
         self.wide = problem.compute_dtype
-        self.q = self.rows(uniform(problem, inputs.q)).to(self.wide) * inputs.scale
+        self.q = self.rows(uniform(problem, inputs.q)).to(self.wide).contiguous() * inputs.scale
         self.k, self.v = (
-            self.keys(uniform(problem, x)).to(self.wide).repeat_interleave(problem.group, 1) for x in (inputs.k, inputs.v)
+            self.keys(uniform(problem, x)).to(self.wide).contiguous().repeat_interleave(problem.group, 1)
+            for x in (inputs.k, inputs.v)
         )
         self.fold = TileFold(problem, inputs).at(segment, (0, segment.seqlen_q), (0, segment.seqlen_k))
 
@@ -89,31 +116,45 @@ class _Matrix:
     def keys(self, x: Tensor) -> Tensor:
         return x[self.segment.batch, :, self.segment.keys]
 
-    def scores(self, s0: Tensor) -> Tensor:
-        """Scores after the terms."""
+    def scores(self, s0: Tensor, visible: Tensor) -> Tensor:
+        """Scores after the terms; what the leaves hold at hidden pairs takes no part."""
+        self.fold.env().visible = visible
         return self.fold.trees.score(self.fold.env(s=s0))[0].expand_as(s0)
 
-    def weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(scores before the terms, p, lse, visible); the softmax runs over the keys and the sink."""
+    def weights(self) -> _Weights:
+        """The softmax over the keys and the sink."""
         s0 = self.q @ self.k.transpose(-1, -2)
         hidden = self.fold.hidden()
         visible = torch.ones_like(s0, dtype=torch.bool) if hidden is None else ~hidden.expand_as(s0)
         # What stands at a hidden pair must not enter the terms, whose derivatives are taken below.
         s0 = torch.where(visible, s0, 0.0)
-        s = torch.where(visible, self.scores(s0), -math.inf)
+        s = torch.where(visible, self.scores(s0, visible), -math.inf)
         visible = visible & (s != -math.inf)
         logits = s
         if self.inputs.sink is not None:
             column = self.inputs.sink.to(self.wide).view(1, -1, 1, 1).expand(*s.shape[:3], 1)
             logits = torch.cat([s, column], -1)
-        lse = torch.logsumexp(logits, -1) if logits.shape[-1] else s.new_full(s.shape[:3], -math.inf)
-        p = torch.where(visible, torch.exp(s - lse[..., None]), 0.0)
-        return s0, p, lse, visible
+        if not logits.shape[-1]:
+            return _Weights(s0, torch.zeros_like(s), None, s.new_full(s.shape[:3], -math.inf), visible)
+        # The maximum is subtracted before anything is rounded to the size of lse.
+        top = logits.amax(-1, keepdim=True)
+        pivot = torch.where(top == -math.inf, 0.0, top)
+        total = torch.exp(logits - pivot).sum(-1, keepdim=True)
+        weights = torch.exp(logits - pivot) / torch.where(total == 0, 1.0, total)
+        p = torch.where(visible, weights[..., : s.shape[-1]], 0.0)
+        p_sink = None if self.inputs.sink is None else weights[..., -1]
+        return _Weights(s0, p, p_sink, (pivot + torch.log(total)).squeeze(-1), visible)
 
-    def backward(self, rows: tuple[Tensor, ...], grads: tuple[Tensor, ...], leaves: list, sink: Tensor | None) -> None:
+    def backward(
+        self,
+        rows: tuple[Tensor, ...],
+        grads: tuple[Tensor, ...],
+        leaves: list[Tensor | None],
+        sink: Tensor | None,
+    ) -> None:
         """Add this segment's gradients; rows are out, lse, do and, if there is one, dlse."""
-        out, lse, do, *dlse = (x.to(self.wide) for x in rows)
-        s0, _, _, visible = self.weights()
+        out, lse, do, *dlse = (x.to(self.wide).contiguous() for x in rows)
+        s0, p, p_sink, _, visible = self.weights()
         live = (do != 0).any(-1)
         delta = (do * out).sum(-1)
         if dlse:
@@ -125,19 +166,22 @@ class _Matrix:
                        for x in self.inputs.leaves]  # fmt: skip
             self.fold.leaves = tuple(tracked)
             self.fold.at(self.segment, self.fold.rows, self.fold.columns)
-            s = self.scores(s0)
+            s = self.scores(s0, visible)
         visible = visible & live[..., None]
-        p = torch.where(visible, torch.exp(s.detach() - lse[..., None]), 0.0)
+        if self.problem.options.partial:
+            # These keys may be a part of the whole, whose lse was given.
+            p = torch.exp(s.detach() - lse[..., None])
+        p = torch.where(visible, p, 0.0)
         factor = self.fold.dropout()
         seen = visible if factor is None else visible & (factor != 0)
         dropped = p if factor is None else p * factor
         dp = do @ self.v.transpose(-1, -2)
         dp = dp if factor is None else torch.where(factor != 0, dp * factor, 0.0)
+        if not self.problem.options.partial:
+            delta = torch.where(visible, p * dp, 0.0).sum(-1) - (dlse[0] if dlse else 0.0)
         ds = torch.where(visible, p * (dp - delta[..., None]), 0.0)
-        if sink is not None:
-            logit = self.inputs.sink.to(self.wide).view(1, -1, 1)  # type: ignore[union-attr]
-            weight = torch.where(live & (logit != -math.inf), torch.exp(logit - lse) * -delta, 0.0)
-            sink += weight.sum((0, 2))
+        if sink is not None and p_sink is not None:
+            sink += torch.where(live & (p_sink != 0), p_sink * -delta, 0.0).sum((0, 2))
         ds0 = torch.where(visible, self._through_terms(s, s0, tracked, ds, leaves), 0.0)
         dq, dk, dv = grads
         over = visible.transpose(-1, -2)
@@ -145,14 +189,16 @@ class _Matrix:
         self._add_keys(dk, weighted_sum(ds0.transpose(-1, -2), self.q, over))
         self._add_keys(dv, weighted_sum(dropped.transpose(-1, -2), do, seen.transpose(-1, -2)))
 
-    def _through_terms(self, s: Tensor, s0: Tensor, tracked: list, ds: Tensor, leaves: list) -> Tensor:
+    def _through_terms(
+        self, s: Tensor, s0: Tensor, tracked: list[Tensor], ds: Tensor, leaves: list[Tensor | None]
+    ) -> Tensor:
         if s is s0 or not s.requires_grad:
             return ds
         wanted = [n for n, g in enumerate(leaves) if g is not None and tracked[n].requires_grad]
         found = torch.autograd.grad(s, [s0, *(tracked[n] for n in wanted)], ds, allow_unused=True)
         for n, gradient in zip(wanted, found[1:], strict=True):
             if gradient is not None:
-                leaves[n] += gradient
+                leaves[n] += gradient  # type: ignore[operator]  # n is one of those that are not None
         return ds if found[0] is None else found[0]
 
     def _add_keys(self, total: Tensor, part: Tensor) -> None:

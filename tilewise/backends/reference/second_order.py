@@ -12,16 +12,16 @@ and forward-over-reverse need. Memory is O(N): weights are recomputed from lse, 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.backends.protocol import Gradients
 from tilewise.backends.reference import tile as t
-from tilewise.backends.reference.blockwise import Walk, hide
 from tilewise.backends.reference.segments import uniform
 from tilewise.backends.reference.tile import LOG2E
+from tilewise.backends.reference.walk import Walk, hide
 from tilewise.spec.print_torch import accumulate
 
 if TYPE_CHECKING:
@@ -72,7 +72,9 @@ class _Tangent:
         dots = (torch.zeros_like(x) if dot is None else dot for x, dot in given)
         self.q_dot, self.k_dot, self.v_dot = (uniform(problem, x) for x in dots)
         self.lse = uniform(problem, lse)
-        self.sink_dot = None if inputs.sink is None or direction.sink is None else direction.sink.to(lse.dtype)
+        self.sink_dot = (
+            None if inputs.sink is None or direction.sink is None else direction.sink.to(lse.dtype)
+        )
 
     def rows(self, segment: Segment, rows: tuple[int, int]) -> _Rows:
         walk, scale = self.walk, self.inputs.scale
@@ -81,7 +83,9 @@ class _Tangent:
         lse = walk.cut_rows(self.lse, segment, rows)
         return _Rows(q, q_dot, lse.masked_fill(lse == -math.inf, math.inf))
 
-    def tile(self, segment: Segment, rows: tuple[int, int], cols: tuple[int, int], kind: int, data: _Rows) -> _Tile:
+    def tile(
+        self, segment: Segment, rows: tuple[int, int], cols: tuple[int, int], kind: int, data: _Rows
+    ) -> _Tile:
         walk = self.walk
         k, k_dot, v, v_dot = (
             walk.wide(walk.cut_columns(x, segment, cols)) for x in (walk.k, self.k_dot, walk.v, self.v_dot)
@@ -103,7 +107,9 @@ class _Tangent:
         return torch.exp2((logit - lse) * LOG2E).masked_fill(logit == -math.inf, 0.0)
 
 
-def jvp(problem: Problem, inputs: Inputs, direction: Direction, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def jvp(
+    problem: Problem, inputs: Inputs, direction: Direction, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
     """Tangents of out and lse.
 
     lse_dot = sum p s_dot; out_dot = sum w p (s_dot v + v_dot) - lse_dot out, w the dropout factor.
@@ -145,7 +151,14 @@ def hvp(
 
 
 class _Hessian:
-    def __init__(self, problem: Problem, inputs: Inputs, direction: Direction, outputs: tuple, grads: tuple) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        direction: Direction,
+        outputs: tuple[Tensor, ...],
+        grads: tuple[Tensor, Tensor | None],
+    ) -> None:
         out, lse, out_dot, lse_dot = outputs
         do, dlse = grads
         wide = problem.compute_dtype
@@ -162,9 +175,12 @@ class _Hessian:
         like = (inputs.q, inputs.k, inputs.v)
         self.total = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in like)
         self.leaves = tuple(
-            torch.zeros(x.shape, dtype=wide, device=x.device) if x.is_floating_point() else None for x in inputs.leaves
+            torch.zeros(x.shape, dtype=wide, device=x.device) if x.is_floating_point() else None
+            for x in inputs.leaves
         )
-        self.sink = None if inputs.sink is None else torch.zeros(inputs.sink.shape, dtype=wide, device=do.device)
+        self.sink = (
+            None if inputs.sink is None else torch.zeros(inputs.sink.shape, dtype=wide, device=do.device)
+        )
 
     def run(self) -> Gradients:
         walk = self.run_over.walk
@@ -172,14 +188,18 @@ class _Hessian:
             for rows, columns in walk.row_tiles(segment):
                 data = self.run_over.rows(segment, rows)
                 do = walk.wide(walk.cut_rows(self.do, segment, rows))
-                per_row = tuple(walk.cut_rows(x, segment, rows) for x in (self.lse_dot, self.delta, self.delta_dot))
+                per_row = tuple(
+                    walk.cut_rows(x, segment, rows) for x in (self.lse_dot, self.delta, self.delta_dot)
+                )
                 self._sink(data, per_row)
                 for cols, kind in columns:
                     x = self.run_over.tile(segment, rows, cols, kind, data)
                     self._tile((segment, rows, cols), data, x, do, per_row)
         inputs = self.inputs
         dq, dk, dv = (g.to(x.dtype) for g, x in zip(self.total, (inputs.q, inputs.k, inputs.v), strict=True))
-        leaves = tuple(None if g is None else g.to(x.dtype) for g, x in zip(self.leaves, inputs.leaves, strict=True))
+        leaves = tuple(
+            None if g is None else g.to(x.dtype) for g, x in zip(self.leaves, inputs.leaves, strict=True)
+        )
         return Gradients(dq, dk, dv, leaves, None if self.sink is None else self.sink.to(inputs.sink.dtype))  # type: ignore[union-attr]
 
     def _sink(self, data: _Rows, per_row: tuple[Tensor, ...]) -> None:
@@ -191,7 +211,9 @@ class _Hessian:
         p_dot = p * (s_dot - lse_dot)
         self.sink -= (p_dot * delta + p * delta_dot).sum((0, 2))
 
-    def _tile(self, place: tuple, data: _Rows, x: _Tile, do: Tensor, per_row: tuple[Tensor, ...]) -> None:
+    def _tile(
+        self, place: tuple[Any, ...], data: _Rows, x: _Tile, do: Tensor, per_row: tuple[Tensor, ...]
+    ) -> None:
         segment, rows, cols = place
         walk, heads_kv = self.run_over.walk, self.run_over.walk.heads_kv
         lse_dot, delta, delta_dot = (y[..., None] for y in per_row)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tilewise.errors import UnsupportedProblem
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -32,15 +34,15 @@ class Segment:
 
     @property
     def entries(self) -> int:
-        return self.batch.stop - self.batch.start
+        return int(self.batch.stop) - int(self.batch.start)
 
     @property
     def seqlen_q(self) -> int:
-        return self.rows.stop - self.rows.start
+        return int(self.rows.stop) - int(self.rows.start)
 
     @property
     def seqlen_k(self) -> int:
-        return self.keys.stop - self.keys.start
+        return int(self.keys.stop) - int(self.keys.start)
 
 
 def uniform(problem: Problem, t: Tensor) -> Tensor:
@@ -86,7 +88,13 @@ def _packed(problem: Problem, inputs: Inputs) -> Iterator[Segment]:
 
 def _ranges(cu_seqlens: Tensor | None, used: Tensor | None, total: int) -> list[slice]:
     """Token ranges of the sequences, clamped to the tensor: lengths on a device are never trusted."""
-    edges = [min(max(e, 0), total) for e in torch.Tensor.tolist(cu_seqlens)]  # type: ignore[arg-type]
+    assert cu_seqlens is not None  # a packed call carries it
+    if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedProblem(
+            "blockwise reads cu_seqlens on the host, which a CUDA graph capture does not allow\n"
+            "Capture dense calls with tilewise.key_padding, or run packed ones outside the graph."
+        )
+    edges = [min(max(e, 0), total) for e in cu_seqlens.tolist()]
     lengths = [max(stop - start, 0) for start, stop in zip(edges, edges[1:], strict=False)]
     if used is not None:
         lengths = [min(n, max(u, 0)) for n, u in zip(lengths, used.tolist(), strict=True)]

@@ -45,6 +45,9 @@ class Trees:
         self.score_and_slopes = compile_torch(roots, self.sites)
         self.score_and_dot = compile_torch((score, dots[0]))
         self.all_and_dots = compile_torch(roots + dots, self.sites)
+        self.num_nodes = (
+            sum(bool(n.args) and n.type == "float" for n in ex.topological(score)) if self.has_terms else 0
+        )
         self.names = spec.variables - {"s"}
 
 
@@ -122,7 +125,8 @@ class TileFold:
         k0 = self._offset(self.segment.k_offset) + self.columns[0]
         k0 = k0.to(torch.int64) if isinstance(k0, Tensor) else k0
         kept = keep_tile(
-            inputs.seed, p, self._variable("q").to(torch.int64), k0, self.columns[1] - self.columns[0],
+            inputs.seed,  # type: ignore[arg-type]  # dropout has a seed
+            p, self._variable("q").to(torch.int64), k0, self.columns[1] - self.columns[0],
             heads.to(torch.int64), batches.to(torch.int64),
         )  # fmt: skip
         return kept.to(self.dtype) * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
@@ -133,8 +137,8 @@ class TileFold:
 
 def by_kv_head(t: Tensor, num_heads_kv: int) -> Tensor:
     """(b, H, rows, x) as (b, H_kv, group * rows, x); a view where t is contiguous."""
-    b, _, rows, x = t.shape
-    return t.reshape(b, num_heads_kv, -1, x) if num_heads_kv else t.reshape(b, 0, rows, x)
+    b, heads, rows, x = t.shape
+    return t.reshape(b, num_heads_kv, heads // num_heads_kv * rows if num_heads_kv else rows, x)
 
 
 def scores(q: Tensor, k: Tensor) -> Tensor:
@@ -153,7 +157,7 @@ def over_keys(w: Tensor, x: Tensor, visible: Tensor | None = None) -> Tensor:
 
 
 def over_rows(w: Tensor, x: Tensor, num_heads_kv: int, visible: Tensor | None = None) -> Tensor:
-    """sum over rows (and the group's heads) of w x; w (b, H, rows, columns), x (b, H, rows, D) -> (b, H_kv, columns, D)."""
+    """(b, H_kv, columns, D): sum of w x over rows and the group's heads; w (b, H, rows, columns), x (b, H, rows, D)."""
     seen = None if visible is None else by_kv_head(visible, num_heads_kv).transpose(-1, -2)
     return weighted_sum(by_kv_head(w, num_heads_kv).transpose(-1, -2), by_kv_head(x, num_heads_kv), seen)
 
@@ -180,8 +184,16 @@ def weighted_sum(w: Tensor, x: Tensor, visible: Tensor | None) -> Tensor:
     return torch.where(neither, math.nan, total)
 
 
+def capturing(device: torch.device) -> bool:
+    """True inside a CUDA graph capture, where nothing may be read on the host."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def all_finite(*tensors: Tensor | None) -> bool:
-    """False if an entry may be NaN or infinite (sums overflow only towards False). Reads one number per tensor."""
+    """False if an entry may be NaN or infinite (sums overflow only towards False). Reads one number per tensor;
+    under graph capture nothing is read and the answer is False, which is always right and costs time only."""
+    if any(t is not None and capturing(t.device) for t in tensors):
+        return False
     return all(t is None or bool(torch.isfinite(t.sum(dtype=_wide(t)))) for t in tensors)
 
 
