@@ -237,8 +237,7 @@ def build_loops(isa: Isa, micro: Micro) -> Loops:
             store_i32(w + LANES.pivot, x, i32(load_i32(w + LANES.h, x) + load_i64(a, P.h_offset)))
         k = first >> 2
         while k * 4 < first + keys:
-            # The position as uint32, then shifted: bits wrap as in the spec.
-            store_i64(w + LANES.counter, 0, k & 0x3FFFFFFF)
+            store_i64(w + LANES.counter, 0, k)
             low, high = max(0, first - k * 4), min(4, first + keys - k * 4)
             row = s + (k * 4 - first) * ROW
             for x in range(0, strips * STRIP, lanes):

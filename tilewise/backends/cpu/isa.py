@@ -33,12 +33,11 @@ class Isa(NamedTuple):
     half: bool
 
 
-def _host() -> tuple[str, dict[str, bool]]:
+def _host(forced: str | None, text: str | None) -> tuple[str, dict[str, bool]]:
     import llvmlite.binding as llvm
 
-    name = os.environ.get("NUMBA_CPU_NAME") or llvm.get_host_cpu_name()
-    if "NUMBA_CPU_FEATURES" in os.environ:
-        text = os.environ["NUMBA_CPU_FEATURES"]
+    name = forced or llvm.get_host_cpu_name()
+    if text is not None:
         return name, {f.lstrip("+-"): f.startswith("+") for f in filter(None, text.split(","))}
     if name != llvm.get_host_cpu_name():
         return name, _KNOWN.get(name, {})
@@ -55,7 +54,6 @@ _KNOWN = {
 }  # fmt: skip
 
 
-@functools.lru_cache(maxsize=8)
 def _isa(name: str, features: tuple[tuple[str, bool], ...], machine: str) -> Isa:
     have = {f for f, on in features if on}
     text = ",".join(f"{'+' if on else '-'}{f}" for f, on in features)
@@ -69,7 +67,12 @@ def _isa(name: str, features: tuple[tuple[str, bool], ...], machine: str) -> Isa
     return Isa(name, text, "x86" if machine in ("x86_64", "AMD64") else machine, 4, 2, 16, False, False)
 
 
+@functools.lru_cache(maxsize=8)
+def _detect(forced: str | None, text: str | None) -> Isa:
+    name, features = _host(forced, text)
+    return _isa(name, tuple(sorted(features.items())), platform.machine())
+
+
 def detect() -> Isa:
     """The target of this process. Reads the environment each time, so that a test can force another."""
-    name, features = _host()
-    return _isa(name, tuple(sorted(features.items())), platform.machine())
+    return _detect(os.environ.get("NUMBA_CPU_NAME"), os.environ.get("NUMBA_CPU_FEATURES"))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import llvmlite.ir as ir
 
@@ -32,12 +32,17 @@ _loaded: dict[str, dict[str, int]] = {}
 """Addresses by key. Code is never unloaded."""
 
 
+RUN_TIME = ("__init__", "backend", "launch", "launch_backward", "peaks", "pool")
+"""Modules no object depends on."""
+
+
 @functools.lru_cache(maxsize=1)
 def _sources() -> str:
-    """Digest of this package's sources: other code is another key."""
+    """Digest of the sources that write code: another text is another key."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
+        if path.stem not in RUN_TIME:
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
@@ -89,21 +94,52 @@ def load(isa: Isa, name: str, symbols: tuple[str, ...], make: Callable[[], str])
 
 def _object(isa: Isa, key: str, make: Callable[[], str]) -> bytes:
     folder = _folder()
-    path = None if folder is None else folder / f"{key}.o"
-    if path is not None:
+    if folder is None:
+        return assemble(isa, make())
+    path = folder / f"{key}.o"
+    found = _read(path)
+    if found is None:
+        with _alone(path.with_suffix(".lock")):
+            found = _read(path)
+            if found is None:
+                found = assemble(isa, make())
+                _write(path, found)
+    return found
+
+
+def _read(path: Path) -> bytes | None:
+    """A stored object, if it is there and whole."""
+    with contextlib.suppress(OSError):
+        data = path.read_bytes()
+        if hashlib.sha256(data[:-32]).digest() == data[-32:]:
+            return data[:-32]
+    return None
+
+
+def _write(path: Path, body: bytes) -> None:
+    with contextlib.suppress(OSError):
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(body + hashlib.sha256(body).digest())
+        os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Other processes that want the same object wait for this one instead of compiling it too, where files lock."""
+    try:
+        import fcntl
+
+        file = path.open("w")
+    except (ImportError, OSError):
+        yield
+        return
+    with file:
         with contextlib.suppress(OSError):
-            data = path.read_bytes()
-            body, digest = data[:-32], data[-32:]
-            if hashlib.sha256(body).digest() == digest:
-                return body
-    body = assemble(isa, make())
-    if path is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
         with contextlib.suppress(OSError):
-            handle, temporary = tempfile.mkstemp(dir=path.parent)
-            with os.fdopen(handle, "wb") as file:
-                file.write(body + hashlib.sha256(body).digest())
-            os.replace(temporary, path)
-    return body
+            path.unlink()
 
 
 def assemble(isa: Isa, text: str) -> bytes:
