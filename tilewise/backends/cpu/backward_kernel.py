@@ -5,6 +5,11 @@ dv are summed in the thread's scratch; then the heads of the group, blocks of 64
 summed per split and block of rows, transposed, and the splits are added in order by `finish`; so nothing is
 atomic, and bits do not depend on threads.
 
+lse = m + ln l is rounded to the size of m and out to its own type; weights from lse and delta from out carry both
+roundings into the gradients. Where all keys of a segment lie in one super-block, m, l and delta are
+computed afresh in a first pass over the tiles (two products beside the five); longer rows have the error of any
+backward pass from lse.
+
 Per tile: s and dp (keys x rows) -> p and ds (fold the terms' derivatives) -> dv += p do, dk += ds q, dq += ds k.
 
 Source: Dao et al., FlashAttention-2, 2023, algorithm 2, https://arxiv.org/abs/2307.08691.
@@ -98,13 +103,14 @@ def build_backward(isa: Isa, dtype: str) -> Any:
     scores, weighted, widen, fill, drop = loops.scores, loops.weighted, loops.widen, loops.fill, loops.drop
     segment_of, set_lanes, pack, next_run = loops.segment_of, loops.set_lanes, loops.pack, loops.next_run
     slopes, narrow_vector, element_store = micro.slopes, micro.narrow_vector, micro.element_store
-    lane_dot = micro.lane_dot
+    lane_dot, advance, exponentials = micro.lane_dot, micro.advance, micro.exponentials
+    weigh, settle, sink_slope = micro.weigh, micro.settle, micro.sink_slope
 
     @njit(**JIT)
     def prepare(a, w, seg, tiles, first):  # noqa: ANN001, ANN202
         """The block of rows: q and do both ways, lse and delta = sum_d do out - dlse per lane.
 
-        delta is summed in the order in which dp is, so that a row with one key cancels to the bit."""
+        delta is summed in the order in which dp is. Where `exact`, `statistics` follows."""
         qt, gt, qn, gn, ot = tiles
         dim, dim_v = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v)
         group, packed = load_i64(a, P.group), load_i64(a, P.packed)
@@ -127,52 +133,118 @@ def build_backward(isa: Isa, dtype: str) -> Any:
         pack(w + LANES.row_address, dim, qt, load_f32(a, 2 * P.scale), strips)
         pack(w + LANES.out_address, dim_v, gt, f32(1.0), strips)
         for x in range(0, BLOCK_ROWS, lanes):
-            lane_dot(gt + x * 4, ot + x * 4, dim_v, w + LANES.l + x * 4)
+            lane_dot(gt + x * 4, ot + x * 4, dim_v, w + LANES.delta + x * 4)
         dlse = load_i64(a, P.dlse)
         for x in range(BLOCK_ROWS):
             h, i = load_i32(w + LANES.h, x), row0 + load_i32(w + LANES.i, x)
-            delta = load_f32(w + LANES.l, x)
+            delta = load_f32(w + LANES.delta, x)
             if dlse:
                 delta -= load_f32(dlse + tensor_b * load_i64(a, P.dlse_b) + h * load_i64(a, P.dlse_h), i)
-            # Every task that meets this row writes the same bits here.
-            store_f32(load_i64(a, P.delta) + tensor_b * load_i64(a, P.delta_b) + h * load_i64(a, P.delta_h), i, delta)
-            store_f32(w + LANES.l, x, f32(0.0) if load_f32(w + LANES.m, x) == f32(math.inf) else delta)
+            store_f32(w + LANES.delta, x, f32(0.0) if load_f32(w + LANES.m, x) == f32(math.inf) else delta)
+            store_f32(w + LANES.low, x, f32(0.0))
+            store_f32(w + LANES.sink, x, load_f32(load_i64(a, P.sink), h) if load_i64(a, P.sink) else f32(-math.inf))
         natural(w + LANES.row_address, dim, (dim + STRIP - 1) // STRIP * STRIP, qn)
         natural(w + LANES.out_address, dim_v, (dim_v + STRIP - 1) // STRIP * STRIP, gn)
 
     @njit(**JIT)
-    def tile(a, w, seg, tiles, buffers, run, sources, task):  # noqa: ANN001, ANN202
-        """One block of keys: p and ds from s and dp, then the three products.
+    def products(a, w, seg, tiles, buffers, run, sources):  # noqa: ANN001, ANN202
+        """s and dp of one block of keys, and where k and v then stand: (k, row bytes).
 
-        run = (class, first key, keys); sources = (k, row bytes, v, row bytes, dk rows, dv rows, dq tile)."""
-        qt, gt, qn, gn = tiles
+        run = (class, first key, keys); sources = (k, row bytes, v, row bytes, ...)."""
+        qt, gt = tiles[0], tiles[1]
         s, dp, wide_k, wide_v = buffers
-        kind, j, n = run
-        k, k_row, v, v_row, sum_k, sum_v, dq = sources
+        n = run[2]
+        k, k_row, v, v_row = sources[0], sources[1], sources[2], sources[3]
         dim, dim_v = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v)
-        padded, padded_v = (dim + STRIP - 1) // STRIP * STRIP, (dim_v + STRIP - 1) // STRIP * STRIP
         strips = BLOCK_ROWS // STRIP
         if half:
             widen(k, k_row, n, dim, wide_k)
             widen(v, v_row, n, dim_v, wide_v)
             k, k_row, v, v_row = wide_k, dim * 4, wide_v, dim_v * 4
+        fill(w + LANES.top, BLOCK_ROWS, f32(-math.inf))
+        scores(v, v_row, gt, dim_v, dp, w + LANES.alpha, n, strips)
         scores(k, k_row, qt, dim, s, w + LANES.top, n, strips)
-        scores(v, v_row, gt, dim_v, dp, w + LANES.top, n, strips)
         if load_i64(a, P.dropout):
-            drop(a, w, seg, dp, j, n, strips)
-        spec, slope = load_i64(a, P.spec), load_i64(a, P.slopes_full if kind == FULL else P.slopes_partial)
+            drop(a, w, seg, dp, run[1], n, strips)
+        return k, k_row
+
+    @njit(**JIT)
+    def fold(a, w, s, run):  # noqa: ANN001, ANN202
+        """Terms and mask over the tile of scores, by its class."""
+        code = load_i64(a, P.fold_full) if run[0] == FULL else load_i64(a, P.fold_partial)
+        if code:
+            call_fold(code, load_i64(a, P.spec), w, s, w + LANES.top, run[2], run[1], BLOCK_ROWS // STRIP)
+
+    @njit(**JIT)
+    def statistics(a, w, seg, tiles, buffers, run, sources):  # noqa: ANN001, ANN202
+        """One block of keys into m, l and delta of the rows, afresh from q, k, v and do."""
+        s, dp = buffers[0], buffers[1]
+        products(a, w, seg, tiles, buffers, run, sources)
+        fold(a, w, s, run)
+        for x in range(0, BLOCK_ROWS, lanes):
+            at = w + x * 4
+            advance(at + LANES.top, at + LANES.m, at + LANES.pivot, at + LANES.l, at + LANES.alpha)
+        for x in range(0, BLOCK_ROWS, STRIP):
+            exponentials(s + x * 4, w + LANES.pivot + x * 4, w + LANES.l + x * 4, run[2])
+        for x in range(0, BLOCK_ROWS, lanes):
+            weigh(s + x * 4, dp + x * 4, w + LANES.alpha + x * 4, w + LANES.delta + x * 4, run[2])
+
+    @njit(**JIT)
+    def settle_rows(a, w, seg, first):  # noqa: ANN001, ANN202
+        """After the statistics: m and ln l apart, delta with dlse; and lanes past the last row die."""
+        group, packed = load_i64(a, P.group), load_i64(a, P.packed)
+        count = load_i64(seg, SEGMENT.rows) * (group if packed else 1) - first
+        for x in range(0, BLOCK_ROWS, lanes):
+            at = w + x * 4
+            settle(at + LANES.m, at + LANES.l, at + LANES.sink, at + LANES.low, at + LANES.delta)
+        dlse = load_i64(a, P.dlse)
+        for x in range(BLOCK_ROWS):
+            if x >= count:
+                store_f32(w + LANES.m, x, f32(math.inf))
+            elif dlse:
+                h, i = load_i32(w + LANES.h, x), load_i64(seg, SEGMENT.row0) + load_i32(w + LANES.i, x)
+                at = dlse + load_i64(seg, SEGMENT.tensor_b) * load_i64(a, P.dlse_b) + h * load_i64(a, P.dlse_h)
+                store_f32(w + LANES.delta, x, load_f32(w + LANES.delta, x) - load_f32(at, i))
+
+    @njit(**JIT)
+    def write_sink(a, w, seg, first):  # noqa: ANN001, ANN202
+        """ds of the sink, row by row; every task that meets a row writes the same bits."""
+        group, packed = load_i64(a, P.group), load_i64(a, P.packed)
+        count = load_i64(seg, SEGMENT.rows) * (group if packed else 1) - first
+        for x in range(0, BLOCK_ROWS, lanes):
+            at = w + x * 4
+            sink_slope(at + LANES.sink, at + LANES.m, at + LANES.low, at + LANES.delta, at + LANES.pivot)
+        for x in range(min(count, BLOCK_ROWS)):
+            h, i = load_i32(w + LANES.h, x), load_i64(seg, SEGMENT.row0) + load_i32(w + LANES.i, x)
+            at = load_i64(seg, SEGMENT.tensor_b) * load_i64(a, P.delta_b) + h * load_i64(a, P.delta_h)
+            store_f32(load_i64(a, P.sink_rows) + at, i, load_f32(w + LANES.pivot, x))
+
+    @njit(**JIT)
+    def tile(a, w, seg, tiles, buffers, run, sources, task):  # noqa: ANN001, ANN202
+        """One block of keys: p and ds from s and dp, then the three products.
+
+        sources = (k, row bytes, v, row bytes, dk rows, dv rows, dq tile)."""
+        qn, gn = tiles[2], tiles[3]
+        s, dp = buffers[0], buffers[1]
+        n = run[2]
+        sum_k, sum_v, dq = sources[4], sources[5], sources[6]
+        dim, dim_v = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v)
+        padded, padded_v = (dim + STRIP - 1) // STRIP * STRIP, (dim_v + STRIP - 1) // STRIP * STRIP
+        strips = BLOCK_ROWS // STRIP
+        k, k_row = products(a, w, seg, tiles, buffers, run, sources)
+        slope = load_i64(a, P.slopes_full if run[0] == FULL else P.slopes_partial)
         if slope:
-            call_slopes(slope, spec, w, s, dp, n, j, strips, load_i64(a, P.leaf_parts), task)
+            call_slopes(slope, load_i64(a, P.spec), w, s, dp, n, run[1], strips, load_i64(a, P.leaf_parts), task)
         else:
-            fold = load_i64(a, P.fold_partial)
-            if kind != FULL and fold:
-                call_fold(fold, spec, w, s, w + LANES.top, n, j, strips)
+            fold(a, w, s, run)
             for x in range(0, BLOCK_ROWS, lanes):
-                slopes(s + x * 4, dp + x * 4, w + LANES.m + x * 4, w + LANES.l + x * 4, n)
+                at = w + x * 4
+                slopes(s + x * 4, dp + x * 4, at + LANES.m, at + LANES.low, at + LANES.delta, n)
         if load_i64(a, P.dropout):
-            drop(a, w, seg, s, j, n, strips)
+            drop(a, w, seg, s, run[1], n, strips)
         outer(s, gn, padded_v * 4, sum_v, padded_v * 4, n, padded_v)
         outer(dp, qn, padded * 4, sum_k, padded * 4, n, padded)
+        fill(w + LANES.alpha, BLOCK_ROWS, f32(1.0))
         weighted(k, k_row, dp, n, dq, w + LANES.alpha, dim, strips)
 
     @njit(**JIT)
@@ -217,6 +289,7 @@ def build_backward(isa: Isa, dtype: str) -> Any:
         k_row, v_row = load_i64(a, P.k_n), load_i64(a, P.v_n)
         k = load_i64(a, P.k) + tensor_b * load_i64(a, P.k_b) + unit * load_i64(a, P.k_h) + key0 * k_row
         v = load_i64(a, P.v) + tensor_b * load_i64(a, P.v_b) + unit * load_i64(a, P.v_h) + key0 * v_row
+        exact = load_i64(a, P.exact) and load_i64(seg, SEGMENT.keys) <= load_i64(a, P.superblock)
         for member in range(1 if packed else group):
             head = unit if packed else unit * group + member
             dq = load_i64(a, P.part_dq) + split * load_i64(a, P.total_rows) * dim * ROW
@@ -224,18 +297,34 @@ def build_backward(isa: Isa, dtype: str) -> Any:
             for number in range(blocks):
                 rows = set_lanes(a, w, seg, head, number * BLOCK_ROWS)
                 ready = False
-                j = span[0]
-                while j < span[1]:
-                    kind, n = next_run(a, w, rows, j, span[1], block)
-                    if kind != EMPTY:
-                        if not ready:
-                            prepare(a, w, seg, (qt, gt, qn, gn, ot), number * BLOCK_ROWS)
-                            ready = True
-                        at = j - span[0]
-                        sources = (k + j * k_row, k_row, v + j * v_row, v_row,
-                                   sum_k + at * padded * 4, sum_v + at * padded_v * 4, dq + number * dim * ROW)  # fmt: skip
-                        tile(a, w, seg, (qt, gt, qn, gn), (s, dp, wide_k, wide_v), (kind, j, n), sources, task)
-                    j += n
+                # With `exact` the rows' statistics come first: they are pass 0, their gradients pass 1.
+                for step in range(0 if exact else 1, 2):
+                    j = span[0]
+                    while j < span[1]:
+                        kind, n = next_run(a, w, rows, j, span[1], block)
+                        if kind != EMPTY:
+                            if not ready:
+                                prepare(a, w, seg, (qt, gt, qn, gn, ot), number * BLOCK_ROWS)
+                                if step == 0:
+                                    fill(w + LANES.m, BLOCK_ROWS, f32(-math.inf))
+                                    fill(w + LANES.l, BLOCK_ROWS, f32(0.0))
+                                    fill(w + LANES.delta, BLOCK_ROWS, f32(0.0))
+                                elif load_i64(a, P.sink):
+                                    write_sink(a, w, seg, number * BLOCK_ROWS)
+                                ready = True
+                            at = j - span[0]
+                            sources = (k + j * k_row, k_row, v + j * v_row, v_row,
+                                       sum_k + at * padded * 4, sum_v + at * padded_v * 4, dq + number * dim * ROW)  # fmt: skip
+                            buffers = (s, dp, wide_k, wide_v)
+                            if step == 0:
+                                statistics(a, w, seg, (qt, gt, qn, gn), buffers, (kind, j, n), sources)
+                            else:
+                                tile(a, w, seg, (qt, gt, qn, gn), buffers, (kind, j, n), sources, task)
+                        j += n
+                    if step == 0 and ready:
+                        settle_rows(a, w, seg, number * BLOCK_ROWS)
+                        if load_i64(a, P.sink):
+                            write_sink(a, w, seg, number * BLOCK_ROWS)
         first = key0 + span[0]
         to = load_i64(a, P.dk) + tensor_b * load_i64(a, P.dk_b) + unit * load_i64(a, P.dk_h) + first * load_i64(a, P.dk_n)
         write_keys(a, sum_k, padded, dim, to, load_i64(a, P.dk_n), keys, load_f32(a, 2 * P.scale))
@@ -244,7 +333,6 @@ def build_backward(isa: Isa, dtype: str) -> Any:
 
     def backward(a):  # noqa: ANN001, ANN202
         w = load_i64(a, P.scratch) + take(a + P.thread * 8) * load_i64(a, P.scratch_bytes)
-        fill(w + LANES.alpha, BLOCK_ROWS, f32(1.0))
         group, packed, dim = load_i64(a, P.group), load_i64(a, P.packed), load_i64(a, P.head_dim)
         while True:
             task = take(a + P.task * 8)

@@ -125,8 +125,9 @@ def print_slopes(
         at = b.mul(strip, I64(4 * STRIP))
         rows = tile.lanes_of(outer, strip)
         here = b.add(scratch, at)
-        lse = [w.load(here, LANES.m + v * step) for v in range(tile.vectors)]
-        delta = [w.load(here, LANES.l + v * step) for v in range(tile.vectors)]
+        m = [w.load(here, LANES.m + v * step) for v in range(tile.vectors)]
+        low = [w.load(here, LANES.low + v * step) for v in range(tile.vectors)]
+        delta = [w.load(here, LANES.delta + v * step) for v in range(tile.vectors)]
         for site in sites:
             site.clear()
         with tile.loop(keys, "key") as key:
@@ -138,7 +139,7 @@ def print_slopes(
                 value = printer.vector(score)
                 if keep is not None:
                     value = b.select(printer.vector(keep), value, w.k(float("-inf")))
-                p = w.weight(b.fsub(value, lse[v]))
+                p = w.weight(b.fsub(b.fsub(value, m[v]), low[v]))
                 # Where the weight is 0 the pair is hidden or might as well be: a slope without bound must not enter.
                 dead = b.fcmp_ordered("==", p, w.k(0.0))
                 ds = b.fmul(p, b.fsub(w.load(dp, place), delta[v]))

@@ -153,11 +153,14 @@ def backward(
         dlse = dlse.to(torch.float32)
         dlse = dlse if dlse.stride(-1) == 1 else dlse.contiguous()
         block.tensor(P.dlse, dlse, per_row(dlse))
-    # A row that meets no tile keeps this: its out is 0.
-    delta = torch.zeros(lse.shape, dtype=torch.float32) if dlse is None else -dlse
     lse = lse if lse.stride(-1) == 1 else lse.contiguous()
     block.tensor(P.lse, lse, per_row(lse))
-    block.tensor(P.delta, delta, per_row(delta))
+    # What a row that meets no tile adds to the sink's gradient: its out is 0, so its delta is -dlse.
+    sink_rows = torch.empty(0) if inputs.sink is None else _sink_rows(inputs, lse, dlse)
+    block.tensor(P.sink_rows, sink_rows)
+    strides = per_row(sink_rows) if inputs.sink is not None else (0, 0)
+    block.set(P.delta_b, 4 * strides[0])
+    block.set(P.delta_h, 4 * strides[1])
     for slot, t in ((P.do, readable(do)), (P.out, readable(out))):
         block.tensor(slot, t, strides_of(problem, t))
     made = [torch.empty(t.shape, dtype=t.dtype) for t in (inputs.q, inputs.k, inputs.v)]
@@ -168,6 +171,8 @@ def backward(
     if found:
         block.set(P.key_block, KEY_BLOCK)
         block.set(P.superblock, SUPERBLOCK)
+        # A part of the keys has not the statistics of the whole.
+        block.set(P.exact, int(not problem.options.partial))
         block.tensor(P.part_dq, torch.empty(splits * tiles * s.head_dim * BLOCK_ROWS, dtype=torch.float32))
         link_spec(block, problem, inputs, found, slots)
         code = fold_slopes.backward_code(isa, problem.spec, slots, packs(problem), wanted)
@@ -179,16 +184,18 @@ def backward(
         block.run(kernel(isa, "backward", dtype), tasks, threads)
         block.run(kernel(isa, "finish", dtype), len(found) * (s.num_heads_kv if packs(problem) else s.num_heads_q), threads)
     leaves = sums.gradients(inputs)
-    sink = _sink(inputs, lse, delta) if needs.sink else None
+    sink = None
+    if needs.sink:
+        sink = sink_rows.sum(1 if packed_layout else (0, 2)).to(inputs.sink.dtype)  # type: ignore[union-attr]
     if block.values[P.flag] or not all(t is None or bool(torch.isfinite(t).all()) for t in (*leaves, sink)):
         return None
     return Gradients(made[0], made[1], made[2], leaves, sink)
 
 
-def _sink(inputs: Inputs, lse: Tensor, delta: Tensor) -> Tensor:
-    """The sink is a key with value 0: ds = -p delta, summed over the rows of its head."""
+def _sink_rows(inputs: Inputs, lse: Tensor, dlse: Tensor | None) -> Tensor:
+    """ds of the sink where out is 0: a key with value 0 and weight e^(sink - lse), ds = -p delta, delta = -dlse."""
+    if dlse is None:
+        return torch.zeros(lse.shape, dtype=torch.float32)
     logit = inputs.sink.detach().to(torch.float32).view((-1, 1) if lse.ndim == 2 else (1, -1, 1))  # type: ignore[union-attr]
     weight = torch.exp2((logit - lse) * math.log2(math.e))
-    ds = torch.where((weight == 0) | (lse == -math.inf) | (logit == -math.inf), 0.0, weight * -delta)
-    total = ds.sum(1) if lse.ndim == 2 else ds.sum((0, 2))
-    return total.to(inputs.sink.dtype)  # type: ignore[union-attr]
+    return torch.where((weight == 0) | (lse == -math.inf) | (logit == -math.inf), 0.0, weight * dlse).contiguous()

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 ROW = 4 * BLOCK_ROWS
 """Bytes of one row of a tile."""
+DEPTH = 64
+"""Products summed one after another in a score."""
 i64, f32 = types.int64, types.float32
 
 
@@ -135,6 +137,17 @@ class Micro:
 
         return _emit(types.void(i64, i64, f32), body, "base, index, value")
 
+    def _sum(self, w: Words, sums: list, places: tuple, count: ir.Value) -> None:
+        """The inner loop: sums[r][v] += A[r] B[v] over `count` steps."""
+        b, (a, bb, a_row, a_k, b_k) = w.b, places
+        with cgutils.for_range(b, count, intp=I64) as loop:
+            from_b, from_a = b.add(bb, b.mul(loop.index, b_k)), b.add(a, b.mul(loop.index, a_k))
+            columns = [w.load(from_b, v * self.vector_bytes) for v in range(len(sums[0]))]
+            for r, row in enumerate(sums):
+                scalar = w.splat(w.load(from_a, b.mul(a_row, I64(r)), F32))
+                for cell, column in zip(row, columns, strict=True):
+                    b.store(w.fma(scalar, column, b.load(cell)), cell)
+
     def product(self, rows: int, vectors: int, finish: str) -> Any:
         """The primitive. finish: "scores" stores C and raises the running maximum at `extra`; "scaled" is
         C = C * extra[lanes] + sum; "added" is C += sum."""
@@ -146,13 +159,29 @@ class Micro:
             for row in sums:
                 for cell in row:
                     b.store(w.k(0.0), cell)
-            with cgutils.for_range(b, count, intp=I64) as loop:
-                from_b, from_a = b.add(bb, b.mul(loop.index, b_k)), b.add(a, b.mul(loop.index, a_k))
-                columns = [w.load(from_b, v * step) for v in range(vectors)]
-                for r in range(rows):
-                    scalar = w.splat(w.load(from_a, b.mul(a_row, I64(r)), F32))
-                    for v in range(vectors):
-                        b.store(w.fma(scalar, columns[v], b.load(sums[r][v])), sums[r][v])
+            if finish == "scores":
+                # Sums of at most DEPTH products, then sums of sums: long heads lose no digits.
+                with cgutils.for_range(b, b.udiv(b.add(count, I64(DEPTH - 1)), I64(DEPTH)), intp=I64) as part:
+                    first = b.mul(part.index, I64(DEPTH))
+                    rest = b.sub(count, first)
+                    span = b.select(b.icmp_signed("<", rest, I64(DEPTH)), rest, I64(DEPTH))
+                    outer = (b.add(a, b.mul(first, a_k)), b.add(bb, b.mul(first, b_k)))
+                    self._sum(w, sums, (*outer, a_row, a_k, b_k), span)
+                    with b.if_then(b.icmp_signed("<", b.add(first, I64(DEPTH)), count)):
+                        for r in range(rows):
+                            for v in range(vectors):
+                                at = b.add(b.mul(c_row, I64(r)), I64(v * step))
+                                value = b.load(sums[r][v])
+                                earlier = b.select(b.icmp_signed("==", first, I64(0)), w.k(0.0), w.load(c, at))
+                                w.store(b.fadd(value, earlier), c, at)
+                                b.store(w.k(0.0), sums[r][v])
+                with b.if_then(b.icmp_signed(">", count, I64(DEPTH))):
+                    for r in range(rows):
+                        for v in range(vectors):
+                            at = b.add(b.mul(c_row, I64(r)), I64(v * step))
+                            b.store(b.fadd(b.load(sums[r][v]), w.load(c, at)), sums[r][v])
+            else:
+                self._sum(w, sums, (a, bb, a_row, a_k, b_k), count)
             for v in range(vectors):
                 top = None if finish == "added" else w.load(extra, v * step)
                 for r in range(rows):
@@ -309,18 +338,65 @@ class Micro:
 
     @functools.cached_property
     def slopes(self) -> Any:
-        """slopes(s, dp, lse, delta, count): one vector of rows of a tile, s = p = e^(s - lse),
+        """slopes(s, dp, m, low, delta, count): one vector of rows of a tile, s = p = e^(s - m - low),
         dp = ds = p (dp - delta)."""
-        def body(b, s, dp, lse, delta, count):  # noqa: ANN001, ANN202
+        def body(b, s, dp, m, low, delta, count):  # noqa: ANN001, ANN202
             w = self.words(b)
-            base, sub = w.load(lse), w.load(delta)
+            base, less, sub = w.load(m), w.load(low), w.load(delta)
             with cgutils.for_range(b, count, intp=I64) as loop:
                 at = b.mul(loop.index, I64(ROW))
-                p = w.weight(b.fsub(w.load(s, at), base))
+                p = w.weight(b.fsub(b.fsub(w.load(s, at), base), less))
                 w.store(p, s, at)
                 w.store(b.fmul(p, b.fsub(w.load(dp, at), sub)), dp, at)
 
-        return _emit(_void(5), body, "s, dp, lse, delta, count")
+        return _emit(_void(6), body, "s, dp, m, low, delta, count")
+
+    @functools.cached_property
+    def weigh(self) -> Any:
+        """weigh(p, dp, alpha, delta, count): one vector of rows, delta = delta alpha + sum p dp; hidden pairs have p = 0."""
+        def body(b, p, dp, alpha, delta, count):  # noqa: ANN001, ANN202
+            w = self.words(b)
+            total = cgutils.alloca_once(b, w.f)
+            b.store(w.k(0.0), total)
+            with cgutils.for_range(b, count, intp=I64) as loop:
+                at = b.mul(loop.index, I64(ROW))
+                weight = w.load(p, at)
+                part = b.select(b.fcmp_ordered("==", weight, w.k(0.0)), w.k(0.0), b.fmul(weight, w.load(dp, at)))
+                b.store(b.fadd(b.load(total), part), total)
+            w.store(w.fma(w.load(delta), w.load(alpha), b.load(total)), delta)
+
+        return _emit(_void(5), body, "p, dp, alpha, delta, count")
+
+    @functools.cached_property
+    def settle(self) -> Any:
+        """settle(m, l, sink, low, delta): one vector of rows with the sink merged: m the pivot, low = ln l, delta / l.
+
+        A row that saw nothing gets m = inf, so that its weights are 0."""
+        def body(b, m, total, sink, low, delta):  # noqa: ANN001, ANN202
+            w = self.words(b)
+            none, zero = w.k(float("-inf")), w.k(0.0)
+            top, logit = w.load(m), w.load(sink)
+            best = b.select(b.fcmp_ordered(">", logit, top), logit, top)
+            base = b.select(b.fcmp_ordered("==", best, none), zero, best)
+            alpha = w.weight(b.fsub(top, base))
+            sum_ = b.fadd(b.fmul(w.load(total), alpha), w.weight(b.fsub(logit, base)))
+            empty = b.fcmp_ordered("==", sum_, zero)
+            w.store(b.select(empty, w.k(float("inf")), base), m)
+            w.store(b.select(empty, zero, w.log(sum_)), low)
+            w.store(b.select(empty, zero, b.fdiv(b.fmul(w.load(delta), alpha), sum_)), delta)
+
+        return _emit(_void(5), body, "m, total, sink, low, delta")
+
+    @functools.cached_property
+    def sink_slope(self) -> Any:
+        """slope(sink, m, low, delta, to): one vector of rows, ds of the sink = -p delta; 0 where it has no weight."""
+        def body(b, sink, m, low, delta, to):  # noqa: ANN001, ANN202
+            w = self.words(b)
+            p = w.weight(b.fsub(b.fsub(w.load(sink), w.load(m)), w.load(low)))
+            value = b.fneg(b.fmul(p, w.load(delta)))
+            w.store(b.select(b.fcmp_ordered("==", p, w.k(0.0)), w.k(0.0), value), to)
+
+        return _emit(_void(5), body, "sink, m, low, delta, to")
 
     @functools.cached_property
     def close(self) -> Any:

@@ -20,7 +20,7 @@ P = _slots(
     "task thread flag num_tasks segments num_segments scratch scratch_bytes "
     "q q_b q_h q_n k k_b k_h k_n v v_b v_h v_n out out_b out_h out_n lse lse_b lse_h "
     "do do_b do_h do_n dq dq_b dq_h dq_n dk dk_b dk_h dk_n dv dv_b dv_h dv_n dlse dlse_b dlse_h delta delta_b delta_h "
-    "heads heads_kv group head_dim head_dim_v packed wide_out num_splits total_rows key_block superblock "
+    "sink_rows exact heads heads_kv group head_dim head_dim_v packed wide_out total_rows key_block superblock "
     "part_out part_lse part_dq leaf_parts leaf_part_bytes "
     "scale sink "
     "dropout threshold factor seed_low seed_high h_offset b_offset "
@@ -33,10 +33,10 @@ SEGMENT = _slots("SEGMENT", "row0 rows key0 keys q_offset k_offset b tensor_b fi
 classes of its tiles, rows of `columns` bytes, where the host made them."""
 
 LANE = 4 * BLOCK_ROWS
-LANES = namedtuple("LANES", "i q h numbers row_address out_address m l pivot alpha top inverse lse sink counter tile")(
-    0, LANE, 2 * LANE, 3 * LANE, 4 * LANE, 6 * LANE, 8 * LANE, 9 * LANE, 10 * LANE, 11 * LANE, 12 * LANE, 13 * LANE,
-    14 * LANE, 15 * LANE, 16 * LANE, 17 * LANE,
-)  # fmt: skip
+_VECTORS = "m l pivot alpha top inverse lse sink counter low delta".split()
+LANES = namedtuple("LANES", ["i", "q", "h", "numbers", "row_address", "out_address", *_VECTORS, "tile"])(  # type: ignore[misc]
+    0, LANE, 2 * LANE, 3 * LANE, 4 * LANE, 6 * LANE, *((8 + n) * LANE for n in range(len(_VECTORS) + 1))
+)
 """Byte offsets in a thread's scratch: vectors of the block's rows, then `tile`, where its tiles begin."""
 
 NUMBER = _slots("NUMBER", "b g h_first h_last q_offset k_offset")
