@@ -48,20 +48,31 @@ def interleave(calls: list[Callable[[], object]], budget: float, most: int = 41)
     return [{"q1": q[0], "median": q[1], "q3": q[2], "runs": len(times[0])} for q in quarters]
 
 
-def draw(b: int, h: int, hkv: int, nq: int, nk: int, d: int, dtype: torch.dtype, grad: bool = False) -> list[torch.Tensor]:
+def draw(
+    b: int, h: int, hkv: int, nq: int, nk: int, d: int, dtype: torch.dtype, *, grad: bool = False
+) -> list[torch.Tensor]:
+    """q, k and v."""
     shapes = ((b, h, nq, d), (b, hkv, nk, d), (b, hkv, nk, d))
     return [torch.randn(s).to(dtype).requires_grad_(grad) for s in shapes]
 
 
 def line(section: str, what: dict, times: list[dict[str, float]], flops: float = 0.0) -> dict:
+    """One JSON line: SDPA, ours and their ratio."""
     sdpa, ours = times
-    found = {"section": section, **what, "sdpa": sdpa, "tilewise": ours, "ratio": round(sdpa["median"] / ours["median"], 3)}
+    found = {
+        "section": section,
+        **what,
+        "sdpa": sdpa,
+        "tilewise": ours,
+        "ratio": round(sdpa["median"] / ours["median"], 3),
+    }
     if flops:
         found["sdpa_gflops"], found["tilewise_gflops"] = (round(flops / t["median"] / 1e9, 1) for t in times)
     return found
 
 
-def forward(budget: float, quick: bool):  # noqa: ANN201
+def forward(budget: float, quick: bool):
+    """Forward over types, head sizes and lengths."""
     for name, dtype in DTYPES.items():
         for d in (64, 128) if quick else (32, 64, 80, 96, 128, 256):
             for n in (512, 1024, 4096) if quick else (512, 1024, 4096, 8192):
@@ -75,23 +86,26 @@ def forward(budget: float, quick: bool):  # noqa: ANN201
                     yield line("forward", what, times, 4 * HEADS[n] * n * n * d / (2 if causal else 1))
 
 
-def backward(budget: float, quick: bool):  # noqa: ANN201
+def backward(budget: float, quick: bool):
+    """Backward alone, from a kept graph."""
     for name, dtype in DTYPES.items():
         for d in (64,) if quick else (64, 128):
             for n in (1024,) if quick else (1024, 4096):
-                inputs = draw(1, HEADS[n], HEADS[n], n, n, d, dtype, True)
+                inputs = draw(1, HEADS[n], HEADS[n], n, n, d, dtype, grad=True)
                 for causal in (False, True):
                     outs = [F.scaled_dot_product_attention(*inputs, is_causal=causal),
                             tw.attention(*inputs, mask=tw.causal() if causal else None, backend="cpu")]  # fmt: skip
                     do = torch.randn_like(outs[0])
                     times = interleave(
-                        [lambda o=o: torch.autograd.grad(o, inputs, do, retain_graph=True) for o in outs], budget  # noqa: B023
+                        [lambda o=o: torch.autograd.grad(o, inputs, do, retain_graph=True) for o in outs],  # noqa: B023
+                        budget,
                     )
                     what = {"dtype": name, "D": d, "N": n, "H": HEADS[n], "causal": causal}
                     yield line("backward", what, times, 10 * HEADS[n] * n * n * d / (2 if causal else 1))
 
 
-def decode(budget: float, quick: bool):  # noqa: ANN201
+def decode(budget: float, quick: bool):
+    """One query of 32 heads over a cache of 8."""
     for name, dtype in DTYPES.items():
         for b in (1,) if quick else (1, 8):
             for n in (4096,) if quick else (4096, 32768):
@@ -100,11 +114,14 @@ def decode(budget: float, quick: bool):  # noqa: ANN201
                     [lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),  # noqa: B023
                      lambda: tw.attention(q, k, v, backend="cpu")], budget)  # noqa: B023  # fmt: skip
                 found = line("decode", {"dtype": name, "B": b, "N": n, "H": 32, "H_kv": 8, "D": 128}, times)
-                found["tilewise_gbytes"] = round(2 * k.numel() * k.element_size() / times[1]["median"] / 1e9, 2)
+                found["tilewise_gbytes"] = round(
+                    2 * k.numel() * k.element_size() / times[1]["median"] / 1e9, 2
+                )
                 yield found
 
 
-def short(budget: float, quick: bool):  # noqa: ANN201
+def short(budget: float, quick: bool):
+    """Short problems, where the call itself counts."""
     for name in ("fp32", "bf16"):
         for n in (1, 16, 32, 64, 128):
             for h in (1, 8):
@@ -115,7 +132,7 @@ def short(budget: float, quick: bool):  # noqa: ANN201
                 yield line("short", {"dtype": name, "N": n, "H": h, "D": 64}, times)
 
 
-def features(budget: float, quick: bool):  # noqa: ANN201
+def features(budget: float, quick: bool):
     """Speed per visible pair beside the plain kernel: "sdpa" stands for the plain call here."""
     n, h = (2048, 2) if quick else (4096, 2)
     q, k, v = draw(1, h, h, n, n, 64, torch.float32)
@@ -137,22 +154,35 @@ def features(budget: float, quick: bool):  # noqa: ANN201
         times = interleave(
             [lambda: tw.attention(q, k, v, backend="cpu"), lambda: tw.attention(q, k, v, backend="cpu", **options)],  # noqa: B023
             budget)  # fmt: skip
-        found = line("features", {"feature": name, "N": n, "H": h, "D": 64, "visible": round(share, 4)}, times)
+        found = line(
+            "features", {"feature": name, "N": n, "H": h, "D": 64, "visible": round(share, 4)}, times
+        )
         found["per_visible_pair"] = round(found["ratio"] * share, 3)
         yield found
 
 
 def machine() -> dict:
+    """The machine and its peaks now."""
     threads = torch.get_num_threads()
     return {
-        "section": "machine", **describe(), "load": os.getloadavg(), "fma_gflops_1": round(multiply_add_rate(1) / 1e9, 1),
+        "section": "machine", **describe(), "load": os.getloadavg(),
+        "fma_gflops_1": round(multiply_add_rate(1) / 1e9, 1),
         f"fma_gflops_{threads}": round(multiply_add_rate(threads) / 1e9, 1), "read_gbytes": round(read_rate() / 1e9, 2),
     }  # fmt: skip
 
 
 def main() -> None:
-    sections = {"forward": forward, "backward": backward, "decode": decode, "short": short, "features": features}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Parse, measure, write."""
+    sections = {
+        "forward": forward,
+        "backward": backward,
+        "decode": decode,
+        "short": short,
+        "features": features,
+    }
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("sections", nargs="*", default=list(sections), help=", ".join(sections))
     parser.add_argument("--quick", action="store_true", help="few sizes, short budgets")
     parser.add_argument("--output", type=Path, help="JSON lines are appended here")

@@ -20,7 +20,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-def draw(b: int, h: int, hkv: int, nq: int, nk: int, d: int, dv: int, dtype: torch.dtype = torch.float32) -> tuple:
+def draw(
+    b: int, h: int, hkv: int, nq: int, nk: int, d: int, dv: int, *, dtype: torch.dtype = torch.float32
+) -> tuple:
     return (
         torch.randn(b, h, nq, d).to(dtype), torch.randn(b, hkv, nk, d).to(dtype), torch.randn(b, hkv, nk, dv).to(dtype)
     )  # fmt: skip
@@ -109,13 +111,19 @@ def test_terms_and_their_gradients(group: int) -> None:
 def test_words_are_accurate_and_exact_at_the_ends() -> None:
     """tanh, exp2 and log2 of scores from tiny to huge, and -inf exactly where it belongs."""
     q = torch.ones(1, 1, 1, 1)
-    k = torch.cat([torch.linspace(-140, 140, 2001), torch.tensor([0.0, 1e-30, 1e-40, 3e38])]).view(1, 1, -1, 1)
+    k = torch.cat([torch.linspace(-140, 140, 2001), torch.tensor([0.0, 1e-30, 1e-40, 3e38])]).view(
+        1, 1, -1, 1
+    )
     for word in (tw.tanh, tw.exp2, tw.log2):
         term = tw.custom_score(lambda s, word=word: tw.maximum(tw.minimum(word(abs(s) * 0.5), 60.0), -60.0))
         _, got = tw.attention(q, k, k, scores=term, scale=1.0, backend="cpu", return_lse=True)
-        _, want = tw.attention(q.double(), k.double(), k.double(), scores=term, scale=1.0, backend="naive", return_lse=True)
+        _, want = tw.attention(
+            q.double(), k.double(), k.double(), scores=term, scale=1.0, backend="naive", return_lse=True
+        )
         torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=2e-6)
-    out, lse = tw.attention(q, k, k, scores=tw.custom_score(lambda s: s * 0 - math.inf), backend="cpu", return_lse=True)
+    out, lse = tw.attention(
+        q, k, k, scores=tw.custom_score(lambda s: s * 0 - math.inf), backend="cpu", return_lse=True
+    )
     assert out.item() == 0.0 and lse.item() == -math.inf
 
 
@@ -136,7 +144,9 @@ def test_bits_do_not_depend_on_threads() -> None:
             torch.manual_seed(0)
             q, k, v = (t.requires_grad_() for t in draw(1, 2, 1, 100, 3000, 24, 24))
             table = torch.randn(2, 9).requires_grad_()
-            out, lse = tw.attention(q, k, v, scores=tw.relative(table), mask=tw.causal(), backend="cpu", return_lse=True)
+            out, lse = tw.attention(
+                q, k, v, scores=tw.relative(table), mask=tw.causal(), backend="cpu", return_lse=True
+            )
             found.append((out, lse, *torch.autograd.grad(out.sum() + lse.sum(), (q, k, v, table))))
         for other in found[1:]:
             assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
@@ -233,7 +243,7 @@ def _run(folder: str, **environment: str) -> list[str]:
     return found.stdout.split()
 
 
-def test_disk_cache(tmp_path) -> None:  # noqa: ANN001
+def test_disk_cache(tmp_path) -> None:
     """A second process loads what the first compiled, without Numba; a damaged file is compiled again."""
     value, compiled = _run(str(tmp_path))
     assert compiled == "True"

@@ -35,12 +35,25 @@ class Cpu:
     def supports(self, problem: Problem) -> list[Reason]:
         reasons = []
         if problem.device_type != "cpu":
-            reasons.append(Reason("the backend 'cpu' runs on the processor", f"{problem.device_type} tensors", "cpu tensors"))
+            reasons.append(
+                Reason(
+                    "the backend 'cpu' runs on the processor", f"{problem.device_type} tensors", "cpu tensors"
+                )
+            )
         if problem.dtype not in DTYPES:
             name = str(problem.dtype).removeprefix("torch.")
-            reasons.append(Reason("element type", name, "float32, bfloat16, float16", "float64 runs on 'blockwise'."))
+            reasons.append(
+                Reason("element type", name, "float32, bfloat16, float16", "float64 runs on 'blockwise'.")
+            )
         if _missing():
-            reasons.append(Reason("compiled kernels need Numba", f"no {_missing()[0]}", "numba", "pip install tilewise[cpu]."))
+            reasons.append(
+                Reason(
+                    "compiled kernels need Numba",
+                    f"no {_missing()[0]}",
+                    "numba",
+                    "pip install tilewise[cpu].",
+                )
+            )
         elif problem.device_type == "cpu":
             from tilewise.backends.cpu.isa import detect
 
@@ -70,7 +83,9 @@ class Cpu:
             out.zero_()
             lse.fill_(-math.inf)
         with torch.no_grad():
-            target = out if out.stride(-1) == 1 or out.shape[-1] <= 1 else torch.zeros(out.shape, dtype=out.dtype)
+            target = (
+                out if out.stride(-1) == 1 or out.shape[-1] <= 1 else torch.zeros(out.shape, dtype=out.dtype)
+            )
             finite = launch.forward(problem, inputs, target, lse, slots)
             if not finite:
                 return self._exact.forward(problem, inputs)
@@ -79,9 +94,14 @@ class Cpu:
         return out, lse
 
     def backward(
-        self, problem: Problem, inputs: Inputs, saved: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor | None], needs: Needs
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        saved: tuple[Tensor, Tensor],
+        grads: tuple[Tensor, Tensor | None],
+        needs: Needs,
     ) -> Gradients:
-        """All gradients; where one is not finite, or a leaf's gradient is too large to be summed per task, by the reference."""
+        """All gradients; by the reference where one is not finite or a leaf's is too large to be summed per task."""
         from tilewise.backends.cpu import launch_backward
         from tilewise.backends.cpu.slots import describe
 

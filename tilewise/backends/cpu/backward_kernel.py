@@ -22,10 +22,18 @@ from typing import TYPE_CHECKING, Any
 
 from numba import njit, types
 
-from tilewise.backends.cpu.forward_kernel import EMPTY, FULL, JIT, build_loops, call_fold
 from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP
+from tilewise.backends.cpu.loops import EMPTY, FULL, JIT, Loops, build_loops, call_fold, kernel
 from tilewise.backends.cpu.micro import (
-    ROW, Micro, indirect, load_f32, load_i32, load_i64, store_f32, store_i64, take,
+    ROW,
+    Micro,
+    indirect,
+    load_f32,
+    load_i32,
+    load_i64,
+    store_f32,
+    store_i64,
+    take,
 )  # fmt: skip
 from tilewise.backends.cpu.parameters import LANES, SEGMENT, P
 
@@ -36,6 +44,7 @@ f32 = types.float32
 call_slopes = indirect(types.void, 9)
 
 
+@kernel
 def build_outer(isa: Isa, micro: Micro) -> Any:
     """outer(A, B, row of B in bytes, C, row of C in bytes, keys, columns): C[j] += sum_q A[j, q] B[q]."""
     vectors, narrow, wide = isa.wide // isa.lanes, STRIP // isa.lanes, isa.wide
@@ -43,7 +52,7 @@ def build_outer(isa: Isa, micro: Micro) -> Any:
     n6, n2, n1 = (micro.product(r, narrow, "added") for r in (6, 2, 1))
 
     @njit(**JIT)
-    def outer(a, b, b_row, c, c_row, keys, columns):  # noqa: ANN001, ANN202
+    def outer(a, b, b_row, c, c_row, keys, columns):
         d = 0
         while d < columns:
             j = 0
@@ -80,7 +89,7 @@ def build_rows(isa: Isa, micro: Micro) -> Any:
     widen_vector, element_load = micro.widen_vector, micro.element_load
 
     @njit(**JIT)
-    def natural(addresses, dim, padded, to):  # noqa: ANN001, ANN202
+    def natural(addresses, dim, padded, to):
         for x in range(BLOCK_ROWS):
             source, row = load_i64(addresses, x), to + x * padded * 4
             d = 0
@@ -94,20 +103,13 @@ def build_rows(isa: Isa, micro: Micro) -> Any:
     return natural
 
 
-def build_backward(isa: Isa, dtype: str) -> Any:
-    """The worker of the backward pass: worker(parameters)."""
-    micro = Micro(isa, dtype)
-    loops = build_loops(isa, micro)
-    outer, natural = build_outer(isa, micro), build_rows(isa, micro)
-    lanes, half, size = isa.lanes, dtype != "fp32", micro.size
-    scores, weighted, widen, fill, drop = loops.scores, loops.weighted, loops.widen, loops.fill, loops.drop
-    segment_of, set_lanes, pack, next_run = loops.segment_of, loops.set_lanes, loops.pack, loops.next_run
-    slopes, narrow_vector, element_store = micro.slopes, micro.narrow_vector, micro.element_store
-    lane_dot, advance, exponentials = micro.lane_dot, micro.advance, micro.exponentials
-    weigh, settle, sink_slope = micro.weigh, micro.settle, micro.sink_slope
+@kernel
+def build_prepare(isa: Isa, micro: Micro, loops: Loops) -> Any:
+    """prepare(...): what a block of rows brings to each of its tiles."""
+    natural, pack, lane_dot, lanes = build_rows(isa, micro), loops.pack, micro.lane_dot, isa.lanes
 
     @njit(**JIT)
-    def prepare(a, w, seg, tiles, first):  # noqa: ANN001, ANN202
+    def prepare(a, w, seg, tiles, first):
         """The block of rows: q and do both ways, lse and delta = sum_d do out - dlse per lane.
 
         delta is summed in the order in which dp is. Where `exact`, `statistics` follows."""
@@ -142,12 +144,25 @@ def build_backward(isa: Isa, dtype: str) -> Any:
                 delta -= load_f32(dlse + tensor_b * load_i64(a, P.dlse_b) + h * load_i64(a, P.dlse_h), i)
             store_f32(w + LANES.delta, x, f32(0.0) if load_f32(w + LANES.m, x) == f32(math.inf) else delta)
             store_f32(w + LANES.low, x, f32(0.0))
-            store_f32(w + LANES.sink, x, load_f32(load_i64(a, P.sink), h) if load_i64(a, P.sink) else f32(-math.inf))
+            store_f32(
+                w + LANES.sink, x, load_f32(load_i64(a, P.sink), h) if load_i64(a, P.sink) else f32(-math.inf)
+            )
         natural(w + LANES.row_address, dim, (dim + STRIP - 1) // STRIP * STRIP, qn)
         natural(w + LANES.out_address, dim_v, (dim_v + STRIP - 1) // STRIP * STRIP, gn)
 
+    return prepare
+
+
+@kernel
+def build_statistics(isa: Isa, micro: Micro, loops: Loops) -> tuple[Any, ...]:
+    """products, fold, statistics, settle_rows, write_sink: scores, and what a row knows of all its keys."""
+    lanes, half = isa.lanes, micro.dtype != "fp32"
+    scores, widen, fill, drop = loops.scores, loops.widen, loops.fill, loops.drop
+    advance, exponentials = micro.advance, micro.exponentials
+    weigh, settle, sink_slope = micro.weigh, micro.settle, micro.sink_slope
+
     @njit(**JIT)
-    def products(a, w, seg, tiles, buffers, run, sources):  # noqa: ANN001, ANN202
+    def products(a, w, seg, tiles, buffers, run, sources):
         """s and dp of one block of keys, and where k and v then stand: (k, row bytes).
 
         run = (class, first key, keys); sources = (k, row bytes, v, row bytes, ...)."""
@@ -169,14 +184,14 @@ def build_backward(isa: Isa, dtype: str) -> Any:
         return k, k_row
 
     @njit(**JIT)
-    def fold(a, w, s, run):  # noqa: ANN001, ANN202
+    def fold(a, w, s, run):
         """Terms and mask over the tile of scores, by its class."""
         code = load_i64(a, P.fold_full) if run[0] == FULL else load_i64(a, P.fold_partial)
         if code:
             call_fold(code, load_i64(a, P.spec), w, s, w + LANES.top, run[2], run[1], BLOCK_ROWS // STRIP)
 
     @njit(**JIT)
-    def statistics(a, w, seg, tiles, buffers, run, sources):  # noqa: ANN001, ANN202
+    def statistics(a, w, seg, tiles, buffers, run, sources):
         """One block of keys into m, l and delta of the rows, afresh from q, k, v and do."""
         s, dp = buffers[0], buffers[1]
         products(a, w, seg, tiles, buffers, run, sources)
@@ -190,7 +205,7 @@ def build_backward(isa: Isa, dtype: str) -> Any:
             weigh(s + x * 4, dp + x * 4, w + LANES.alpha + x * 4, w + LANES.delta + x * 4, run[2])
 
     @njit(**JIT)
-    def settle_rows(a, w, seg, first):  # noqa: ANN001, ANN202
+    def settle_rows(a, w, seg, first):
         """After the statistics: m and ln l apart, delta with dlse; and lanes past the last row die."""
         group, packed = load_i64(a, P.group), load_i64(a, P.packed)
         count = load_i64(seg, SEGMENT.rows) * (group if packed else 1) - first
@@ -203,11 +218,13 @@ def build_backward(isa: Isa, dtype: str) -> Any:
                 store_f32(w + LANES.m, x, f32(math.inf))
             elif dlse:
                 h, i = load_i32(w + LANES.h, x), load_i64(seg, SEGMENT.row0) + load_i32(w + LANES.i, x)
-                at = dlse + load_i64(seg, SEGMENT.tensor_b) * load_i64(a, P.dlse_b) + h * load_i64(a, P.dlse_h)
+                at = (
+                    dlse + load_i64(seg, SEGMENT.tensor_b) * load_i64(a, P.dlse_b) + h * load_i64(a, P.dlse_h)
+                )
                 store_f32(w + LANES.delta, x, load_f32(w + LANES.delta, x) - load_f32(at, i))
 
     @njit(**JIT)
-    def write_sink(a, w, seg, first):  # noqa: ANN001, ANN202
+    def write_sink(a, w, seg, first):
         """ds of the sink, row by row; every task that meets a row writes the same bits."""
         group, packed = load_i64(a, P.group), load_i64(a, P.packed)
         count = load_i64(seg, SEGMENT.rows) * (group if packed else 1) - first
@@ -216,39 +233,20 @@ def build_backward(isa: Isa, dtype: str) -> Any:
             sink_slope(at + LANES.sink, at + LANES.m, at + LANES.low, at + LANES.delta, at + LANES.pivot)
         for x in range(min(count, BLOCK_ROWS)):
             h, i = load_i32(w + LANES.h, x), load_i64(seg, SEGMENT.row0) + load_i32(w + LANES.i, x)
-            at = load_i64(seg, SEGMENT.tensor_b) * load_i64(a, P.delta_b) + h * load_i64(a, P.delta_h)
+            at = load_i64(seg, SEGMENT.tensor_b) * load_i64(a, P.sink_rows_b) + h * load_i64(a, P.sink_rows_h)
             store_f32(load_i64(a, P.sink_rows) + at, i, load_f32(w + LANES.pivot, x))
 
-    @njit(**JIT)
-    def tile(a, w, seg, tiles, buffers, run, sources, task):  # noqa: ANN001, ANN202
-        """One block of keys: p and ds from s and dp, then the three products.
+    return products, fold, statistics, settle_rows, write_sink
 
-        sources = (k, row bytes, v, row bytes, dk rows, dv rows, dq tile)."""
-        qn, gn = tiles[2], tiles[3]
-        s, dp = buffers[0], buffers[1]
-        n = run[2]
-        sum_k, sum_v, dq = sources[4], sources[5], sources[6]
-        dim, dim_v = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v)
-        padded, padded_v = (dim + STRIP - 1) // STRIP * STRIP, (dim_v + STRIP - 1) // STRIP * STRIP
-        strips = BLOCK_ROWS // STRIP
-        k, k_row = products(a, w, seg, tiles, buffers, run, sources)
-        slope = load_i64(a, P.slopes_full if run[0] == FULL else P.slopes_partial)
-        if slope:
-            call_slopes(slope, load_i64(a, P.spec), w, s, dp, n, run[1], strips, load_i64(a, P.leaf_parts), task)
-        else:
-            fold(a, w, s, run)
-            for x in range(0, BLOCK_ROWS, lanes):
-                at = w + x * 4
-                slopes(s + x * 4, dp + x * 4, at + LANES.m, at + LANES.low, at + LANES.delta, n)
-        if load_i64(a, P.dropout):
-            drop(a, w, seg, s, run[1], n, strips)
-        outer(s, gn, padded_v * 4, sum_v, padded_v * 4, n, padded_v)
-        outer(dp, qn, padded * 4, sum_k, padded * 4, n, padded)
-        fill(w + LANES.alpha, BLOCK_ROWS, f32(1.0))
-        weighted(k, k_row, dp, n, dq, w + LANES.alpha, dim, strips)
+
+@kernel
+def build_write_keys(isa: Isa, micro: Micro) -> Any:
+    """write_keys(...): finished rows of dk or dv."""
+    lanes, size = isa.lanes, micro.size
+    narrow_vector, element_store = micro.narrow_vector, micro.element_store
 
     @njit(**JIT)
-    def write_keys(a, source, padded, dim, to, row_bytes, keys, factor):  # noqa: ANN001, ANN202
+    def write_keys(a, source, padded, dim, to, row_bytes, keys, factor):
         wrong = 0
         for j in range(keys):
             d = 0
@@ -263,8 +261,53 @@ def build_backward(isa: Isa, dtype: str) -> Any:
         if wrong:
             store_i64(a, P.flag, 1)
 
+    return write_keys
+
+
+@kernel
+def build_backward(isa: Isa, dtype: str) -> Any:
+    """The worker of the backward pass: worker(parameters)."""
+    micro = Micro(isa, dtype)
+    loops = build_loops(isa, micro)
+    outer, prepare = build_outer(isa, micro), build_prepare(isa, micro, loops)
+    products, fold, statistics, settle_rows, write_sink = build_statistics(isa, micro, loops)
+    lanes, half = isa.lanes, dtype != "fp32"
+    weighted, fill, drop = loops.weighted, loops.fill, loops.drop
+    segment_of, set_lanes, next_run = loops.segment_of, loops.set_lanes, loops.next_run
+    slopes, write_keys = micro.slopes, build_write_keys(isa, micro)
+
     @njit(**JIT)
-    def keys_of(a, w, seg, unit, split, span, task):  # noqa: ANN001, ANN202
+    def tile(a, w, seg, tiles, buffers, run, sources, task):
+        """One block of keys: p and ds from s and dp, then the three products.
+
+        sources = (k, row bytes, v, row bytes, dk rows, dv rows, dq tile)."""
+        qn, gn = tiles[2], tiles[3]
+        s, dp = buffers[0], buffers[1]
+        n = run[2]
+        sum_k, sum_v, dq = sources[4], sources[5], sources[6]
+        dim, dim_v = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v)
+        padded, padded_v = (dim + STRIP - 1) // STRIP * STRIP, (dim_v + STRIP - 1) // STRIP * STRIP
+        strips = BLOCK_ROWS // STRIP
+        k, k_row = products(a, w, seg, tiles, buffers, run, sources)
+        slope = load_i64(a, P.slopes_full if run[0] == FULL else P.slopes_partial)
+        if slope:
+            call_slopes(
+                slope, load_i64(a, P.spec), w, s, dp, n, run[1], strips, load_i64(a, P.leaf_parts), task
+            )
+        else:
+            fold(a, w, s, run)
+            for x in range(0, BLOCK_ROWS, lanes):
+                at = w + x * 4
+                slopes(s + x * 4, dp + x * 4, at + LANES.m, at + LANES.low, at + LANES.delta, n)
+        if load_i64(a, P.dropout):
+            drop(a, w, seg, s, run[1], n, strips)
+        outer(s, gn, padded_v * 4, sum_v, padded_v * 4, n, padded_v)
+        outer(dp, qn, padded * 4, sum_k, padded * 4, n, padded)
+        fill(w + LANES.alpha, BLOCK_ROWS, f32(1.0))
+        weighted(k, k_row, dp, n, dq, w + LANES.alpha, dim, strips)
+
+    @njit(**JIT)
+    def keys_of(a, w, seg, unit, split, span, task):
         """One super-block of keys [span[0], span[1]) of one KV head against all rows of its group."""
         dim, dim_v, block = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v), load_i64(a, P.key_block)
         padded, padded_v = (dim + STRIP - 1) // STRIP * STRIP, (dim_v + STRIP - 1) // STRIP * STRIP
@@ -313,8 +356,12 @@ def build_backward(isa: Isa, dtype: str) -> Any:
                                     write_sink(a, w, seg, number * BLOCK_ROWS)
                                 ready = True
                             at = j - span[0]
-                            sources = (k + j * k_row, k_row, v + j * v_row, v_row,
-                                       sum_k + at * padded * 4, sum_v + at * padded_v * 4, dq + number * dim * ROW)  # fmt: skip
+                            sums = (
+                                sum_k + at * padded * 4,
+                                sum_v + at * padded_v * 4,
+                                dq + number * dim * ROW,
+                            )
+                            sources = (k + j * k_row, k_row, v + j * v_row, v_row, *sums)
                             buffers = (s, dp, wide_k, wide_v)
                             if step == 0:
                                 statistics(a, w, seg, (qt, gt, qn, gn), buffers, (kind, j, n), sources)
@@ -326,12 +373,22 @@ def build_backward(isa: Isa, dtype: str) -> Any:
                         if load_i64(a, P.sink):
                             write_sink(a, w, seg, number * BLOCK_ROWS)
         first = key0 + span[0]
-        to = load_i64(a, P.dk) + tensor_b * load_i64(a, P.dk_b) + unit * load_i64(a, P.dk_h) + first * load_i64(a, P.dk_n)
+        to = (
+            load_i64(a, P.dk)
+            + tensor_b * load_i64(a, P.dk_b)
+            + unit * load_i64(a, P.dk_h)
+            + first * load_i64(a, P.dk_n)
+        )
         write_keys(a, sum_k, padded, dim, to, load_i64(a, P.dk_n), keys, load_f32(a, 2 * P.scale))
-        to = load_i64(a, P.dv) + tensor_b * load_i64(a, P.dv_b) + unit * load_i64(a, P.dv_h) + first * load_i64(a, P.dv_n)
+        to = (
+            load_i64(a, P.dv)
+            + tensor_b * load_i64(a, P.dv_b)
+            + unit * load_i64(a, P.dv_h)
+            + first * load_i64(a, P.dv_n)
+        )
         write_keys(a, sum_v, padded_v, dim_v, to, load_i64(a, P.dv_n), keys, f32(1.0))
 
-    def backward(a):  # noqa: ANN001, ANN202
+    def backward(a):
         w = load_i64(a, P.scratch) + take(a + P.thread * 8) * load_i64(a, P.scratch_bytes)
         group, packed, dim = load_i64(a, P.group), load_i64(a, P.packed), load_i64(a, P.head_dim)
         while True:
@@ -339,7 +396,8 @@ def build_backward(isa: Isa, dtype: str) -> Any:
             if task >= load_i64(a, P.num_tasks):
                 break
             seg = segment_of(a, task)
-            splits, keys, chunk = load_i64(seg, SEGMENT.splits), load_i64(seg, SEGMENT.keys), load_i64(seg, SEGMENT.chunk)
+            keys, chunk = load_i64(seg, SEGMENT.keys), load_i64(seg, SEGMENT.chunk)
+            splits = load_i64(seg, SEGMENT.splits)
             local = task - load_i64(seg, SEGMENT.first_task)
             split, unit = local % splits, local // splits
             total = load_i64(seg, SEGMENT.rows) * (group if packed else 1)
@@ -357,6 +415,7 @@ def build_backward(isa: Isa, dtype: str) -> Any:
     return backward
 
 
+@kernel
 def build_finish(isa: Isa, dtype: str) -> Any:
     """The worker that adds the splits of dq in order and writes it, one segment and head (or group) a task."""
     micro = Micro(isa, dtype)
@@ -365,7 +424,7 @@ def build_finish(isa: Isa, dtype: str) -> Any:
     unpack, element_store, add_vector = micro.unpack_square(dtype), micro.element_store, micro.add_vector
     size = micro.size
 
-    def finish(a):  # noqa: ANN001, ANN202
+    def finish(a):
         w = load_i64(a, P.scratch) + take(a + P.thread * 8) * load_i64(a, P.scratch_bytes)
         group, packed, dim = load_i64(a, P.group), load_i64(a, P.packed), load_i64(a, P.head_dim)
         units = load_i64(a, P.heads_kv) if packed else load_i64(a, P.heads)
@@ -381,7 +440,10 @@ def build_finish(isa: Isa, dtype: str) -> Any:
             wrong = 0
             for number in range(blocks):
                 set_lanes(a, w, seg, unit, number * BLOCK_ROWS)
-                tile = load_i64(a, P.part_dq) + (load_i64(seg, SEGMENT.first_tile) + unit * blocks + number) * dim * ROW
+                tile = (
+                    load_i64(a, P.part_dq)
+                    + (load_i64(seg, SEGMENT.first_tile) + unit * blocks + number) * dim * ROW
+                )
                 for split in range(1, load_i64(seg, SEGMENT.splits)):
                     for x in range(0, dim * BLOCK_ROWS, lanes):
                         add_vector(tile + x * 4, tile + split * stride + x * 4)
@@ -394,8 +456,10 @@ def build_finish(isa: Isa, dtype: str) -> Any:
                 d = 0
                 while d + lanes <= dim:
                     for x in range(0, BLOCK_ROWS, lanes):
-                        wrong |= unpack(tile + d * ROW + x * 4, w + LANES.inverse + x * 4, w + LANES.out_address + x * 8,
-                                        d * size, count - x)  # fmt: skip
+                        place = w + LANES.out_address + x * 8
+                        wrong |= unpack(
+                            tile + d * ROW + x * 4, w + LANES.inverse + x * 4, place, d * size, count - x
+                        )
                     d += lanes
                 while d < dim:
                     for x in range(count):

@@ -39,7 +39,9 @@ S = ex.variable("s")
 class Tile:
     """The loop nest of a fold: strips of rows, then keys, with the printer's nodes placed as far out as they go."""
 
-    def __init__(self, function: ir.Function, isa: Isa, slots: Slots, packed: bool, roots: tuple[Node, ...]) -> None:
+    def __init__(
+        self, function: ir.Function, isa: Isa, slots: Slots, packed: bool, roots: tuple[Node, ...]
+    ) -> None:
         self.b = ir.IRBuilder(function.append_basic_block("entry"))
         self.w = Words(self.b, isa.lanes, isa.half)
         self.order = ex.topological(*roots)
@@ -120,7 +122,9 @@ def _function(module: ir.Module, name: str, count: int, result: ir.Type) -> ir.F
     return ir.Function(module, ir.FunctionType(result, [I64] * count), name)
 
 
-def print_fold(module: ir.Module, name: str, isa: Isa, slots: Slots, packed: bool, spec: AttentionSpec, masked: bool) -> None:
+def print_fold(
+    module: ir.Module, name: str, isa: Isa, slots: Slots, packed: bool, spec: AttentionSpec, masked: bool
+) -> None:
     """s = the terms' score, -inf where the mask hides; top = the larger of itself and each row's maximum."""
     function = _function(module, name, 7, ir.VoidType())
     score = S if spec.score is None else spec.score

@@ -105,7 +105,14 @@ class Site:
 
 
 def print_slopes(
-    module: ir.Module, name: str, isa: Isa, slots: Slots, packed: bool, spec: AttentionSpec, masked: bool, wanted: tuple[bool, ...]
+    module: ir.Module,
+    name: str,
+    isa: Isa,
+    slots: Slots,
+    packed: bool,
+    spec: AttentionSpec,
+    masked: bool,
+    wanted: tuple[bool, ...],
 ) -> None:
     """One of slopes_full and slopes_partial; `wanted` says which leaves get gradients."""
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 9), name)
@@ -153,7 +160,9 @@ def print_slopes(
     b.ret_void()
 
 
-def backward_code(isa: Isa, spec: AttentionSpec, slots: Slots, packed: bool, wanted: tuple[bool, ...]) -> dict[str, int]:
+def backward_code(
+    isa: Isa, spec: AttentionSpec, slots: Slots, packed: bool, wanted: tuple[bool, ...]
+) -> dict[str, int]:
     """Addresses of slopes_full and slopes_partial; none for a spec without terms."""
     if spec.score is None:
         return {}

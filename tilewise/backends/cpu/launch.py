@@ -15,11 +15,11 @@ import torch
 from tilewise.backends.cpu import fold, machine_code, pool
 from tilewise.backends.cpu.isa import BLOCK_ROWS, Isa, detect
 from tilewise.backends.cpu.parameters import LANES, SEGMENT, P
-from tilewise.backends.cpu.slots import Slots, fill, float_bits
 from tilewise.backends.cpu.print_interval import needs_table
+from tilewise.backends.cpu.slots import Slots, fill, float_bits
+from tilewise.backends.protocol import Schedule
 from tilewise.spec import expression as ex
 from tilewise.spec.dropout import keep_threshold
-from tilewise.backends.protocol import Schedule
 from tilewise.spec.tiles import TileGrid, classify_tiles
 
 if TYPE_CHECKING:
@@ -168,10 +168,10 @@ def readable(t: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def kernel(isa: Isa, name: str, dtype: str) -> int:
     """Address of a worker, compiled at first use."""
-    def make() -> str:
-        from tilewise.backends.cpu import forward_kernel
 
+    def make() -> str:
         from tilewise.backends.cpu import backward_kernel as back
+        from tilewise.backends.cpu import forward_kernel
 
         build = {
             "forward": forward_kernel.build_forward, "combine": forward_kernel.build_combine,
@@ -220,8 +220,8 @@ def class_tables(block: Block, problem: Problem, inputs: Inputs, found: list[Pie
         key = (piece.rows, piece.keys, piece.q_offset, piece.k_offset, piece.b if by_batch else 0)
         if key not in made:
             grid = TileGrid(
-                fold.TABLE_TILE, fold.TABLE_TILE, piece.rows, piece.keys, piece.q_offset, piece.q_offset, piece.k_offset,
-                piece.k_offset, piece.b, piece.b, problem.shape.num_heads_q, problem.shape.num_heads_kv,
+                fold.TABLE_TILE, fold.TABLE_TILE, piece.rows, piece.keys, piece.q_offset, piece.q_offset,
+                piece.k_offset, piece.k_offset, piece.b, piece.b, problem.shape.num_heads_q, problem.shape.num_heads_kv,
             )  # fmt: skip
             table = classify_tiles(keep, grid, inputs.leaves, inputs.ints, inputs.floats)
             block.alive.append(table)
@@ -229,7 +229,9 @@ def class_tables(block: Block, problem: Problem, inputs: Inputs, found: list[Pie
     return [made[p.rows, p.keys, p.q_offset, p.k_offset, p.b if by_batch else 0] for p in found]
 
 
-def lay_out(block: Block, problem: Problem, inputs: Inputs, found: list[Piece], split: bool) -> tuple[int, int]:
+def lay_out(
+    block: Block, problem: Problem, inputs: Inputs, found: list[Piece], split: bool
+) -> tuple[int, int]:
     """Write the segments; returns (tasks, largest number of splits)."""
     s = problem.shape
     packed = packs(problem)
@@ -270,7 +272,9 @@ def forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, slots: S
     total = s.seqlen_q * (s.batch if problem.options.layout == "dense" else 1)
     block.set(P.total_rows, total)
     if splits > 1:
-        block.tensor(P.part_out, torch.empty(splits * s.num_heads_q * total * s.head_dim_v, dtype=torch.float32))
+        block.tensor(
+            P.part_out, torch.empty(splits * s.num_heads_q * total * s.head_dim_v, dtype=torch.float32)
+        )
         block.tensor(P.part_lse, torch.empty(splits * s.num_heads_q * total, dtype=torch.float32))
     if slots is not None:
         link_spec(block, problem, inputs, found, slots)

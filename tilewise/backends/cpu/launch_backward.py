@@ -10,7 +10,18 @@ import torch
 from tilewise.backends.cpu import fold, fold_slopes, pool
 from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP, detect
 from tilewise.backends.cpu.launch import (
-    NAMES, SHORTEST_SPLIT, FEWEST_TASKS, Block, Piece, class_tables, common, kernel, link_spec, packs, pieces, readable,
+    FEWEST_TASKS,
+    NAMES,
+    SHORTEST_SPLIT,
+    Block,
+    Piece,
+    class_tables,
+    common,
+    kernel,
+    link_spec,
+    packs,
+    pieces,
+    readable,
     strides_of,
 )  # fmt: skip
 from tilewise.backends.cpu.parameters import LANES, P
@@ -88,7 +99,9 @@ class LeafSums:
         self.totals: list[Tensor | None] = []
         self.entries: list[int] = []
         self.fits = True
-        loaded = {int(n.value) for n in ex.loads(problem.spec.score)} if problem.spec.score is not None else set()  # type: ignore[arg-type]
+        loaded = (
+            {int(n.value) for n in ex.loads(problem.spec.score)} if problem.spec.score is not None else set()
+        )  # type: ignore[arg-type]
         for slot, (leaf, want) in enumerate(zip(inputs.leaves, wanted, strict=True)):
             if not want or slot not in loaded:
                 self.totals.append(torch.zeros(leaf.shape, dtype=torch.float32) if want else None)
@@ -135,10 +148,14 @@ class LeafSums:
 
 
 def backward(
-    problem: Problem, inputs: Inputs, saved: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor | None], needs: Needs, slots: Slots
+    problem: Problem,
+    inputs: Inputs,
+    saved: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor | None],
+    needs: Needs,
+    slots: Slots,
 ) -> Gradients | None:
     """All gradients; None if the reference must do the call: a result is not finite, or a leaf is too large."""
-    (out, lse), (do, dlse) = saved, grads
     isa, dtype = detect(), NAMES[problem.dtype]
     found = [p for p in pieces(problem, inputs) if p.rows and p.keys]
     block, s = common(problem, inputs), problem.shape
@@ -147,24 +164,9 @@ def backward(
     sums = LeafSums(problem, inputs, wanted, tasks)
     if not sums.fits:
         return None
-    packed_layout = problem.options.layout == "varlen"
-    per_row = (lambda t: (0, t.stride(0))) if packed_layout else (lambda t: t.stride()[:2])
-    if dlse is not None:
-        dlse = dlse.to(torch.float32)
-        dlse = dlse if dlse.stride(-1) == 1 else dlse.contiguous()
-        block.tensor(P.dlse, dlse, per_row(dlse))
-    lse = lse if lse.stride(-1) == 1 else lse.contiguous()
-    block.tensor(P.lse, lse, per_row(lse))
-    # What a row that meets no tile adds to the sink's gradient: its out is 0, so its delta is -dlse.
-    sink_rows = torch.empty(0) if inputs.sink is None else _sink_rows(inputs, lse, dlse)
-    block.tensor(P.sink_rows, sink_rows)
-    strides = per_row(sink_rows) if inputs.sink is not None else (0, 0)
-    block.set(P.delta_b, 4 * strides[0])
-    block.set(P.delta_h, 4 * strides[1])
-    for slot, t in ((P.do, readable(do)), (P.out, readable(out))):
-        block.tensor(slot, t, strides_of(problem, t))
+    sink_rows = _link_rows(block, problem, inputs, saved, grads)
     made = [torch.empty(t.shape, dtype=t.dtype) for t in (inputs.q, inputs.k, inputs.v)]
-    if packed_layout or not found:
+    if problem.options.layout == "varlen" or not found:
         made = [t.zero_() for t in made]
     for slot, t in zip((P.dq, P.dk, P.dv), made, strict=True):
         block.tensor(slot, t, strides_of(problem, t))
@@ -182,20 +184,52 @@ def backward(
         threads = pool.num_threads()
         block.scratch(scratch_bytes(problem), threads)
         block.run(kernel(isa, "backward", dtype), tasks, threads)
-        block.run(kernel(isa, "finish", dtype), len(found) * (s.num_heads_kv if packs(problem) else s.num_heads_q), threads)
+        units = s.num_heads_kv if packs(problem) else s.num_heads_q
+        block.run(kernel(isa, "finish", dtype), len(found) * units, threads)
     leaves = sums.gradients(inputs)
     sink = None
     if needs.sink:
-        sink = sink_rows.sum(1 if packed_layout else (0, 2)).to(inputs.sink.dtype)  # type: ignore[union-attr]
+        over = (1,) if sink_rows.ndim == 2 else (0, 2)
+        sink = sink_rows.sum(over, dtype=torch.float64).to(inputs.sink.dtype)  # type: ignore[union-attr]
     if block.values[P.flag] or not all(t is None or bool(torch.isfinite(t).all()) for t in (*leaves, sink)):
         return None
     return Gradients(made[0], made[1], made[2], leaves, sink)
 
 
+def _link_rows(
+    block: Block,
+    problem: Problem,
+    inputs: Inputs,
+    saved: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor | None],
+) -> Tensor:
+    """Point the block at what there is per row of q; returns the sink's ds per row, empty without one."""
+    (out, lse), (do, dlse) = saved, grads
+
+    def per_row(t: Tensor) -> tuple[int, int]:
+        return (0, t.stride(0)) if t.ndim == 2 else (t.stride(0), t.stride(1))
+
+    if dlse is not None:
+        dlse = dlse.to(torch.float32)
+        dlse = dlse if dlse.stride(-1) == 1 else dlse.contiguous()
+        block.tensor(P.dlse, dlse, per_row(dlse))
+    lse = lse if lse.stride(-1) == 1 else lse.contiguous()
+    block.tensor(P.lse, lse, per_row(lse))
+    for slot, t in ((P.do, readable(do)), (P.out, readable(out))):
+        block.tensor(slot, t, strides_of(problem, t))
+    if inputs.sink is None:
+        return torch.empty(0)
+    sink_rows = _sink_rows(inputs, lse, dlse)
+    block.tensor(P.sink_rows, sink_rows, per_row(sink_rows))
+    return sink_rows
+
+
 def _sink_rows(inputs: Inputs, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """ds of the sink where out is 0: a key with value 0 and weight e^(sink - lse), ds = -p delta, delta = -dlse."""
+    """ds of the sink for a row that meets no tile: out is 0, the sink has weight e^(sink - lse) and ds = p dlse."""
     if dlse is None:
         return torch.zeros(lse.shape, dtype=torch.float32)
     logit = inputs.sink.detach().to(torch.float32).view((-1, 1) if lse.ndim == 2 else (1, -1, 1))  # type: ignore[union-attr]
     weight = torch.exp2((logit - lse) * math.log2(math.e))
-    return torch.where((weight == 0) | (lse == -math.inf) | (logit == -math.inf), 0.0, weight * dlse).contiguous()
+    return torch.where(
+        (weight == 0) | (lse == -math.inf) | (logit == -math.inf), 0.0, weight * dlse
+    ).contiguous()

@@ -49,7 +49,11 @@ def _sources() -> str:
 def _folder() -> Path | None:
     """The cache folder, made if missing; None where nothing can be written."""
     named = os.environ.get("TILEWISE_CACHE_DIR")
-    base = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tilewise"
+    base = (
+        Path(named)
+        if named
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tilewise"
+    )
     try:
         folder = base / "cpu"
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +80,14 @@ def _key(isa: Isa, name: str) -> str:
     import llvmlite
     import llvmlite.binding as llvm
 
-    parts = (_sources(), repr(tuple(isa)), llvmlite.__version__, repr(llvm.llvm_version_info), sys.platform, name)
+    parts = (
+        _sources(),
+        repr(tuple(isa)),
+        llvmlite.__version__,
+        repr(llvm.llvm_version_info),
+        sys.platform,
+        name,
+    )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:40]
 
 
@@ -200,7 +211,11 @@ def numba_text(function: Callable[[int], None]) -> str:
     from numba import njit, types
 
     compiled = njit(
-        types.void(types.int64), nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
+        types.void(types.int64),
+        nogil=True,
+        error_model="numpy",
+        no_cpython_wrapper=True,
+        no_cfunc_wrapper=True,
     )(function)
     text = compiled.inspect_llvm(compiled.signatures[0])
     name = _defined(text, function.__name__)
@@ -211,7 +226,9 @@ def numba_text(function: Callable[[int], None]) -> str:
 
 
 def _defined(text: str, name: str) -> str:
-    found = [m for m in re.findall(r'^define [^@\n]*@("?[\w.$]+"?)\(', text, re.M) if f"{len(name)}{name}B" in m]
+    found = [
+        m for m in re.findall(r'^define [^@\n]*@("?[\w.$]+"?)\(', text, re.M) if f"{len(name)}{name}B" in m
+    ]
     if not found:
         raise RuntimeError(f"Numba's module does not define {name}")
     return found[-1]

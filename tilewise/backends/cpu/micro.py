@@ -46,7 +46,7 @@ def _emit(signature: Any, body: Callable[..., Any], arguments: str) -> Any:
 
     scope: dict[str, Any] = {"pair": (signature, codegen)}
     # Numba reads the argument names of the typing function, so it is written out.
-    exec(f"def word(typingctx, {', '.join(names)}):\n    return pair", scope)  # noqa: S102
+    exec(f"def word(typingctx, {', '.join(names)}):\n    return pair", scope)
     return intrinsic(scope["word"])
 
 
@@ -59,7 +59,8 @@ def _void(count: int, *more: Any) -> Any:
 
 def scalar_load(type_: ir.Type, size: int, numba_type: Any) -> Any:
     """load(address, index)."""
-    def body(b, base, index):  # noqa: ANN001, ANN202
+
+    def body(b, base, index):
         return b.load(b.inttoptr(b.add(base, b.mul(index, I64(size))), type_.as_pointer()), align=size)
 
     return _emit(numba_type(i64, i64), body, "base, index")
@@ -67,7 +68,8 @@ def scalar_load(type_: ir.Type, size: int, numba_type: Any) -> Any:
 
 def scalar_store(type_: ir.Type, size: int, numba_type: Any) -> Any:
     """store(address, index, value)."""
-    def body(b, base, index, value):  # noqa: ANN001, ANN202
+
+    def body(b, base, index, value):
         b.store(value, b.inttoptr(b.add(base, b.mul(index, I64(size))), type_.as_pointer()), align=size)
 
     return _emit(types.void(i64, i64, numba_type), body, "base, index, value")
@@ -90,11 +92,13 @@ def indirect(result: Any, count: int) -> Any:
     """call(function, *arguments): a compiled function of the spec, int64 arguments, int64 or no result."""
     returned = ir.VoidType() if result == types.void else I64
 
-    def body(b, function, *values):  # noqa: ANN001, ANN202
+    def body(b, function, *values):
         kind = ir.FunctionType(returned, [I64] * count)
         return b.call(b.inttoptr(function, kind.as_pointer()), values)
 
-    return _emit(result(*[i64] * (count + 1)), body, ", ".join(["function", *(f"a{n}" for n in range(count))]))
+    return _emit(
+        result(*[i64] * (count + 1)), body, ", ".join(["function", *(f"a{n}" for n in range(count))])
+    )
 
 
 # ---- microkernels --------------------------------------------------------------------------------------------
@@ -115,7 +119,8 @@ class Micro:
     @functools.cached_property
     def element_load(self) -> Any:
         """load(address, index) -> float32 of one stored number."""
-        def body(b, base, index):  # noqa: ANN001, ANN202
+
+        def body(b, base, index):
             address = b.add(base, b.mul(index, I64(self.size)))
             if self.dtype == "bf16":
                 raw = b.load(b.inttoptr(address, I16.as_pointer()), align=2)
@@ -129,7 +134,8 @@ class Micro:
     @functools.cached_property
     def element_store(self) -> Any:
         """store(address, index, float32), rounded to the storage type."""
-        def body(b, base, index, value):  # noqa: ANN001, ANN202
+
+        def body(b, base, index, value):
             address = b.add(base, b.mul(index, I64(self.size)))
             w = self.words(b)
             narrow = b.extract_element(w.narrow(w.splat(value), self.dtype), I32(0))
@@ -153,7 +159,7 @@ class Micro:
         C = C * extra[lanes] + sum; "added" is C += sum."""
         step = self.vector_bytes
 
-        def body(b, a, a_row, a_k, bb, b_k, count, c, c_row, extra):  # noqa: ANN001, ANN202
+        def body(b, a, a_row, a_k, bb, b_k, count, c, c_row, extra):
             w = self.words(b)
             sums = [[cgutils.alloca_once(b, w.f) for _ in range(vectors)] for _ in range(rows)]
             for row in sums:
@@ -172,7 +178,9 @@ class Micro:
                             for v in range(vectors):
                                 at = b.add(b.mul(c_row, I64(r)), I64(v * step))
                                 value = b.load(sums[r][v])
-                                earlier = b.select(b.icmp_signed("==", first, I64(0)), w.k(0.0), w.load(c, at))
+                                earlier = b.select(
+                                    b.icmp_signed("==", first, I64(0)), w.k(0.0), w.load(c, at)
+                                )
                                 w.store(b.fadd(value, earlier), c, at)
                                 b.store(w.k(0.0), sums[r][v])
                 with b.if_then(b.icmp_signed(">", count, I64(DEPTH))):
@@ -202,7 +210,8 @@ class Micro:
     @functools.cached_property
     def scalar_exp(self) -> Any:
         """exp(float32): e^x by the vector word, so that every place rounds alike."""
-        def body(b, x):  # noqa: ANN001, ANN202
+
+        def body(b, x):
             w = self.words(b)
             return b.extract_element(w.exp2(b.fmul(w.splat(x), w.k(LOG2E))), I32(0))
 
@@ -214,7 +223,8 @@ class Micro:
     def pack_square(self) -> Any:
         """pack(addresses, offset, to, scale): `lanes` rows, given by address, times `lanes` numbers at
         `offset`, transposed to rows of a tile."""
-        def body(b, addresses, offset, to, scale):  # noqa: ANN001, ANN202
+
+        def body(b, addresses, offset, to, scale):
             w = self.words(b)
             factor = w.splat(scale)
             rows = [w.widen(w.load(addresses, 8 * r, I64), offset, self.dtype) for r in range(self.lanes)]
@@ -229,16 +239,21 @@ class Micro:
         `lanes` rows of a tile times the lanes' factors, transposed, rounded, stored at `offset` of the first
         `count` addresses. A lane whose factor is 0 becomes 0.
         """
-        def body(b, tile, factors, addresses, offset, count):  # noqa: ANN001, ANN202
+
+        def body(b, tile, factors, addresses, offset, count):
             w = self.words(b)
             factor = w.load(factors)
             dead = b.fcmp_ordered("==", factor, w.k(0.0))
-            rows = [b.select(dead, w.k(0.0), b.fmul(w.load(tile, r * ROW), factor)) for r in range(self.lanes)]
+            rows = [
+                b.select(dead, w.k(0.0), b.fmul(w.load(tile, r * ROW), factor)) for r in range(self.lanes)
+            ]
             total = rows[0]
             for row in rows[1:]:
                 total = b.fadd(total, row)
             # Lanes past the last row hold anything.
-            inside = b.icmp_signed("<", ir.Constant(w.i, list(range(self.lanes))), w.splat(b.trunc(count, I32)))
+            inside = b.icmp_signed(
+                "<", ir.Constant(w.i, list(range(self.lanes))), w.splat(b.trunc(count, I32))
+            )
             wrong = b.fcmp_unordered("uno", b.fsub(total, total), w.k(0.0))
             wrong = b.and_(wrong, inside)
             for r, row in enumerate(w.transpose(rows)):
@@ -251,7 +266,8 @@ class Micro:
     @functools.cached_property
     def widen_vector(self) -> Any:
         """widen(source, to): `lanes` stored numbers as float32."""
-        def body(b, source, to):  # noqa: ANN001, ANN202
+
+        def body(b, source, to):
             w = self.words(b)
             w.store(w.widen(source, 0, self.dtype), to)
 
@@ -260,7 +276,8 @@ class Micro:
     @functools.cached_property
     def narrow_vector(self) -> Any:
         """narrow(source, to, factor) -> not 0 if a number is not finite: float32 times factor, rounded."""
-        def body(b, source, to, factor):  # noqa: ANN001, ANN202
+
+        def body(b, source, to, factor):
             w = self.words(b)
             value = b.fmul(w.load(source), w.splat(factor))
             w.store(w.narrow(value, self.dtype), to)
@@ -272,7 +289,8 @@ class Micro:
     @functools.cached_property
     def add_vector(self) -> Any:
         """add(to, source): one vector of float32."""
-        def body(b, to, source):  # noqa: ANN001, ANN202
+
+        def body(b, to, source):
             w = self.words(b)
             w.store(b.fadd(w.load(to), w.load(source)), to)
 
@@ -281,7 +299,8 @@ class Micro:
     @functools.cached_property
     def lane_dot(self) -> Any:
         """dot(x, y, rows, to): one vector of lanes, the sum over the tiles' rows of x y, in the order of a product."""
-        def body(b, x, y, rows, to):  # noqa: ANN001, ANN202
+
+        def body(b, x, y, rows, to):
             w = self.words(b)
             total = cgutils.alloca_once(b, w.f)
             b.store(w.k(0.0), total)
@@ -301,7 +320,8 @@ class Micro:
         m = max(m, top); alpha = e^(old m - pivot); l *= alpha. pivot is m, or 0 where no key was seen:
         then exp2(-inf) is the 0 it should be.
         """
-        def body(b, top, m, pivot, total, alpha):  # noqa: ANN001, ANN202
+
+        def body(b, top, m, pivot, total, alpha):
             w = self.words(b)
             old = w.load(m)
             new = w.maximum(w.load(top), old)
@@ -319,7 +339,7 @@ class Micro:
         """exponentials(s, pivot, l, count): one strip of a tile, s = e^(s - pivot), l += sums."""
         vectors, step = self.strip_vectors, self.vector_bytes
 
-        def body(b, s, pivot, total, count):  # noqa: ANN001, ANN202
+        def body(b, s, pivot, total, count):
             w = self.words(b)
             base = [w.load(pivot, v * step) for v in range(vectors)]
             sums = [cgutils.alloca_once(b, w.f) for _ in range(vectors)]
@@ -340,7 +360,8 @@ class Micro:
     def slopes(self) -> Any:
         """slopes(s, dp, m, low, delta, count): one vector of rows of a tile, s = p = e^(s - m - low),
         dp = ds = p (dp - delta)."""
-        def body(b, s, dp, m, low, delta, count):  # noqa: ANN001, ANN202
+
+        def body(b, s, dp, m, low, delta, count):
             w = self.words(b)
             base, less, sub = w.load(m), w.load(low), w.load(delta)
             with cgutils.for_range(b, count, intp=I64) as loop:
@@ -353,15 +374,18 @@ class Micro:
 
     @functools.cached_property
     def weigh(self) -> Any:
-        """weigh(p, dp, alpha, delta, count): one vector of rows, delta = delta alpha + sum p dp; hidden pairs have p = 0."""
-        def body(b, p, dp, alpha, delta, count):  # noqa: ANN001, ANN202
+        """weigh(p, dp, alpha, delta, count): one vector of rows, delta = delta alpha + sum p dp, where p is not 0."""
+
+        def body(b, p, dp, alpha, delta, count):
             w = self.words(b)
             total = cgutils.alloca_once(b, w.f)
             b.store(w.k(0.0), total)
             with cgutils.for_range(b, count, intp=I64) as loop:
                 at = b.mul(loop.index, I64(ROW))
                 weight = w.load(p, at)
-                part = b.select(b.fcmp_ordered("==", weight, w.k(0.0)), w.k(0.0), b.fmul(weight, w.load(dp, at)))
+                part = b.select(
+                    b.fcmp_ordered("==", weight, w.k(0.0)), w.k(0.0), b.fmul(weight, w.load(dp, at))
+                )
                 b.store(b.fadd(b.load(total), part), total)
             w.store(w.fma(w.load(delta), w.load(alpha), b.load(total)), delta)
 
@@ -372,7 +396,8 @@ class Micro:
         """settle(m, l, sink, low, delta): one vector of rows with the sink merged: m the pivot, low = ln l, delta / l.
 
         A row that saw nothing gets m = inf, so that its weights are 0."""
-        def body(b, m, total, sink, low, delta):  # noqa: ANN001, ANN202
+
+        def body(b, m, total, sink, low, delta):
             w = self.words(b)
             none, zero = w.k(float("-inf")), w.k(0.0)
             top, logit = w.load(m), w.load(sink)
@@ -390,7 +415,8 @@ class Micro:
     @functools.cached_property
     def sink_slope(self) -> Any:
         """slope(sink, m, low, delta, to): one vector of rows, ds of the sink = -p delta; 0 where it has no weight."""
-        def body(b, sink, m, low, delta, to):  # noqa: ANN001, ANN202
+
+        def body(b, sink, m, low, delta, to):
             w = self.words(b)
             p = w.weight(b.fsub(b.fsub(w.load(sink), w.load(m)), w.load(low)))
             value = b.fneg(b.fmul(p, w.load(delta)))
@@ -405,7 +431,8 @@ class Micro:
         The sink is one more key with value 0. inverse is 0 for a row
         that saw nothing, lse is -inf.
         """
-        def body(b, m, total, sink, inverse, lse):  # noqa: ANN001, ANN202
+
+        def body(b, m, total, sink, inverse, lse):
             w = self.words(b)
             none, zero, log2e = w.k(float("-inf")), w.k(0.0), w.k(LOG2E)
             top, logit = w.load(m), w.load(sink)
@@ -429,7 +456,8 @@ class Micro:
         tile is the row of the counter's word 0; words first <= w < last lie inside the tile. q and h are the
         lanes' positions and heads; counter is (k >> 2, b, threshold) and key the seed's words, int64 each.
         """
-        def body(b, tile, q, h, counter, key, first, last, factor):  # noqa: ANN001, ANN202
+
+        def body(b, tile, q, h, counter, key, first, last, factor):
             w = self.words(b)
 
             def number(base: ir.Value, n: int) -> ir.Value:

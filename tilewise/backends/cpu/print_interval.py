@@ -30,7 +30,9 @@ def needs_table(keep: Node) -> bool:
 class IntervalPrinter:
     """Prints bounds of nodes at the builder's place."""
 
-    def __init__(self, builder: ir.IRBuilder, slots: Slots, packed: bool, arguments: tuple[ir.Value, ...]) -> None:
+    def __init__(
+        self, builder: ir.IRBuilder, slots: Slots, packed: bool, arguments: tuple[ir.Value, ...]
+    ) -> None:
         self.b, self.slots, self.packed = builder, slots, packed
         self.spec, self.scratch, *self.tile = arguments
         self.known: dict[Node, Pair | None] = {}

@@ -28,13 +28,32 @@ LANE, KEY = 1, 2
 _INFIX_INT = {"add": "add", "sub": "sub", "mul": "mul"}
 _INFIX_FLOAT = {"add": "fadd", "sub": "fsub", "mul": "fmul", "div": "fdiv"}
 _COMPARE = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-_RAW = {"f32": F32, "f64": F64, "f16": HALF, "bf16": I16, "i8": I8, "u8": I8, "i16": I16, "i32": I32, "i64": I64}
+_RAW = {
+    "f32": F32,
+    "f64": F64,
+    "f16": HALF,
+    "bf16": I16,
+    "i8": I8,
+    "u8": I8,
+    "i16": I16,
+    "i32": I32,
+    "i64": I64,
+}
 SIZES = {"f32": 4, "f64": 8, "f16": 2, "bf16": 2, "i8": 1, "u8": 1, "i16": 2, "i32": 4, "i64": 8}
 
 
 def ranks(order: Iterable[Node], packed: bool) -> dict[Node, int]:
     """What each node depends on."""
-    own = {"i": LANE, "q": LANE, "j": KEY, "k": KEY, "s": LANE | KEY, "b": 0, "g": 0, "h": LANE if packed else 0}
+    own = {
+        "i": LANE,
+        "q": LANE,
+        "j": KEY,
+        "k": KEY,
+        "s": LANE | KEY,
+        "b": 0,
+        "g": 0,
+        "h": LANE if packed else 0,
+    }
     found: dict[Node, int] = {}
     for node in order:
         rank = own[str(node.value)] if node.op == "var" else 0
@@ -47,7 +66,9 @@ def ranks(order: Iterable[Node], packed: bool) -> dict[Node, int]:
 class VectorPrinter:
     """Prints nodes one after another at the builder's place. `values` holds what is printed so far."""
 
-    def __init__(self, words: Words, slots: Slots, rank: dict[Node, int], spec: ir.Value, scratch: ir.Value) -> None:
+    def __init__(
+        self, words: Words, slots: Slots, rank: dict[Node, int], spec: ir.Value, scratch: ir.Value
+    ) -> None:
         self.w, self.b, self.slots, self.rank = words, words.b, slots, rank
         self.spec, self.scratch = spec, scratch
         self.values: dict[Node, ir.Value] = {}

@@ -53,7 +53,11 @@ def describe(spec: AttentionSpec, leaves: Sequence[Tensor]) -> Slots | None:
         where.append(at)
         at += 1 + 2 * leaf.ndim
         elements.append(ELEMENTS[leaf.dtype])
-        far |= sum((n - 1) * abs(s) for n, s in zip(leaf.shape, leaf.stride(), strict=True)) * leaf.element_size() >= 2**31
+        far |= (
+            sum((n - 1) * abs(s) for n, s in zip(leaf.shape, leaf.stride(), strict=True))
+            * leaf.element_size()
+            >= 2**31
+        )
     return Slots(tuple(where), tuple(t.ndim for t in leaves), tuple(elements), at, at + spec.num_ints, far)
 
 

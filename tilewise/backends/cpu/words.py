@@ -110,7 +110,9 @@ class Words:
 
     def exp2(self, x: ir.Value) -> ir.Value:
         """2^x for any x; below 2^-126 it is 0."""
-        big = self.b.select(self.b.fcmp_ordered(">=", x, self.k(128.0)), self.k(float("inf")), self._power(x, 6))
+        big = self.b.select(
+            self.b.fcmp_ordered(">=", x, self.k(128.0)), self.k(float("inf")), self._power(x, 6)
+        )
         return self.b.select(self.b.fcmp_ordered("<", x, self.k(-126.0)), self.k(0.0), big)
 
     def absolute(self, x: ir.Value) -> ir.Value:
@@ -221,7 +223,9 @@ class Words:
     def _product(self, constant: int, word: ir.Value) -> tuple[ir.Value, ir.Value]:
         b, wide = self.b, ir.VectorType(I64, self.lanes)
         product = b.mul(b.zext(word, wide), ir.Constant(wide, [constant] * self.lanes))
-        return b.trunc(b.lshr(product, ir.Constant(wide, [32] * self.lanes)), self.i), b.trunc(product, self.i)
+        return b.trunc(b.lshr(product, ir.Constant(wide, [32] * self.lanes)), self.i), b.trunc(
+            product, self.i
+        )
 
 
 def cast(builder: ir.IRBuilder, op: str, value: ir.Value, type_: ir.Type) -> ir.Value:
