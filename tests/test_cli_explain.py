@@ -31,7 +31,7 @@ def test_page_says_it_all(capsys):
     for word in (
         "32 heads on 8 KV heads",
         "length 8192",
-        "blockwise",
+        "backend",
         "not naive",
         "memory grows with N_q x N_k",
         "FLOP",

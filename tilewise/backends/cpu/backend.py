@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -63,9 +64,13 @@ class Cpu:
         return reasons
 
     def plan(self, problem: Problem) -> Schedule:
-        from tilewise.backends.cpu import launch
+        from tilewise.backends.cpu import launch, launch_backward
 
-        return launch.plan(problem)
+        schedule = launch.plan(problem)
+        if problem.needs_grad:
+            workspace = max(schedule.workspace_bytes, launch_backward.workspace_bytes(problem))
+            schedule = replace(schedule, workspace_bytes=workspace)
+        return schedule
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """(out, lse). A value that is not finite must reach exactly the rows that see it. The kernels multiply

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from tilewise.backends.cpu.isa import Isa
 
 f32 = types.float32
+HALF = BLOCK_ROWS // 2
+"""Rows summed one after another in dk and dv: half the block, for the digits."""
 call_slopes = indirect(types.void, 9)
 
 
@@ -52,33 +54,38 @@ def build_outer(isa: Isa, micro: Micro) -> Any:
     n6, n2, n1 = (micro.product(r, narrow, "added") for r in (6, 2, 1))
 
     @njit(**JIT)
-    def outer(a, b, b_row, c, c_row, keys, columns):
+    def half_outer(a, b, b_row, c, c_row, keys, columns):
         d = 0
         while d < columns:
             j = 0
             if wide > STRIP and columns - d < wide:
                 while j + 6 <= keys:
-                    n6(a + j * ROW, ROW, 4, b + d * 4, b_row, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0)
+                    n6(a + j * ROW, ROW, 4, b + d * 4, b_row, HALF, c + j * c_row + d * 4, c_row, 0)
                     j += 6
                 while j + 2 <= keys:
-                    n2(a + j * ROW, ROW, 4, b + d * 4, b_row, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0)
+                    n2(a + j * ROW, ROW, 4, b + d * 4, b_row, HALF, c + j * c_row + d * 4, c_row, 0)
                     j += 2
                 if j < keys:
-                    n1(a + j * ROW, ROW, 4, b + d * 4, b_row, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0)
+                    n1(a + j * ROW, ROW, 4, b + d * 4, b_row, HALF, c + j * c_row + d * 4, c_row, 0)
                 d += STRIP
             else:
                 while j + 6 <= keys:
-                    g6(a + j * ROW, ROW, 4, b + d * 4, b_row, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0)
+                    g6(a + j * ROW, ROW, 4, b + d * 4, b_row, HALF, c + j * c_row + d * 4, c_row, 0)
                     j += 6
                 if keys - j >= 4:
-                    g4(a + j * ROW, ROW, 4, b + d * 4, b_row, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0)
+                    g4(a + j * ROW, ROW, 4, b + d * 4, b_row, HALF, c + j * c_row + d * 4, c_row, 0)
                     j += 4
                 if (keys - j) & 2:
-                    g2(a + j * ROW, ROW, 4, b + d * 4, b_row, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0)
+                    g2(a + j * ROW, ROW, 4, b + d * 4, b_row, HALF, c + j * c_row + d * 4, c_row, 0)
                     j += 2
                 if (keys - j) & 1:
-                    g1(a + j * ROW, ROW, 4, b + d * 4, b_row, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0)
+                    g1(a + j * ROW, ROW, 4, b + d * 4, b_row, HALF, c + j * c_row + d * 4, c_row, 0)
                 d += wide
+
+    @njit(**JIT)
+    def outer(a, b, b_row, c, c_row, keys, columns):
+        half_outer(a, b, b_row, c, c_row, keys, columns)
+        half_outer(a + HALF * 4, b + HALF * b_row, b_row, c, c_row, keys, columns)
 
     return outer
 

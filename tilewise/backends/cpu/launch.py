@@ -306,5 +306,9 @@ def plan(problem: Problem) -> Schedule:
     workspace = pool.num_threads() * scratch_bytes(problem)
     if splits > 1:
         workspace += 4 * splits * s.batch * s.num_heads_q * s.seqlen_q * (s.head_dim_v + 1)
-    notes = (f"{isa.cpu}: {isa.lanes} float32 per vector", f"threads: {pool.pool_name()}")
+    notes = (
+        f"{isa.cpu}: {isa.lanes} float32 per vector",
+        f"threads: {pool.pool_name()}",
+        "a call whose result is not finite is done again by blockwise, and so is the backward of a large shared leaf",
+    )
     return Schedule(BLOCK_ROWS, KEY_BLOCK, "rows outer, keys inner", splits, workspace, notes=notes)

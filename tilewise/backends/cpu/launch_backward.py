@@ -60,6 +60,18 @@ def scratch_bytes(problem: Problem) -> int:
     return LANES.tile + 4 * (rows + wide + SUPERBLOCK * (padded + padded_v)) + 256
 
 
+def workspace_bytes(problem: Problem) -> int:
+    """Bytes beyond inputs and outputs: scratch of the threads, dq of each split in float32 (a dense call's rows)."""
+    s, packed = problem.shape, packs(problem)
+    dense = problem.options.layout == "dense"
+    splits = splits_of(problem, Piece(0, s.seqlen_q, 0, s.seqlen_k, 0, 0, 0, 0))[0]
+    rows = s.seqlen_q * (problem.group if packed else 1)
+    units = (s.num_heads_kv if packed else s.num_heads_q) * (s.batch if dense else 1)
+    # A packed call pads each sequence to whole blocks.
+    blocks = -(-rows // BLOCK_ROWS) + (0 if dense else s.batch)
+    return pool.num_threads() * scratch_bytes(problem) + 4 * splits * units * blocks * BLOCK_ROWS * s.head_dim
+
+
 def lay_out(block: Block, problem: Problem, inputs: Inputs, found: list[Piece]) -> tuple[int, int, int]:
     """Write the segments; returns (tasks, most splits, blocks of rows)."""
     s, packed = problem.shape, packs(problem)

@@ -1,6 +1,6 @@
 """From Numba functions and LLVM modules to addresses, with the objects kept on disk.
 
-An object's key is the text that made it: the sources of this package, the target, and the versions of LLVM
+An object's key is the text that made it: the sources that write it, the target, and the versions of LLVM
 and of the spec. So a warm process loads objects with llvmlite alone and never imports Numba's compiler. The
 folder is TILEWISE_CACHE_DIR, else the user's cache folder; where nothing can be written, objects live in
 memory. Files appear by rename, so that parallel processes see whole objects or none.
@@ -32,17 +32,24 @@ _loaded: dict[str, dict[str, int]] = {}
 """Addresses by key. Code is never unloaded."""
 
 
-RUN_TIME = ("__init__", "backend", "launch", "launch_backward", "peaks", "pool")
-"""Modules no object depends on."""
+_EMITTERS = ("isa", "parameters", "words", "micro")
+SOURCES = {
+    "forward": (*_EMITTERS, "loops", "forward_kernel"),
+    "combine": (*_EMITTERS, "loops", "forward_kernel"),
+    "backward": (*_EMITTERS, "loops", "backward_kernel"),
+    "finish": (*_EMITTERS, "loops", "backward_kernel"),
+    "fold": (*_EMITTERS, "print_vector", "print_interval", "slots", "fold"),
+    "slopes": (*_EMITTERS, "print_vector", "slots", "fold", "fold_slopes"),
+    "peak": ("isa", "words", "peaks"),
+}
+"""Modules that write each kind of object: another text of theirs is another key."""
 
 
-@functools.lru_cache(maxsize=1)
-def _sources() -> str:
-    """Digest of the sources that write code: another text is another key."""
+@functools.lru_cache(maxsize=16)
+def _sources(kind: str) -> str:
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        if path.stem not in RUN_TIME:
-            digest.update(path.read_bytes())
+    for name in ("machine_code", *SOURCES[kind]):
+        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
     return digest.hexdigest()
 
 
@@ -81,7 +88,7 @@ def _key(isa: Isa, name: str) -> str:
     import llvmlite.binding as llvm
 
     parts = (
-        _sources(),
+        _sources(name.split(" ")[0]),
         repr(tuple(isa)),
         llvmlite.__version__,
         repr(llvm.llvm_version_info),
