@@ -14,16 +14,3 @@ else:
     settings.register_profile("default", deadline=None)
     settings.register_profile("long", deadline=None, max_examples=2000)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
-
-try:
-    from sybil import Sybil
-    from sybil.parsers.markdown import PythonCodeBlockParser
-except ImportError:
-    pass
-else:
-    # Every Python block of the pages is a test; the blocks of a page share their names, in order.
-    pytest_collect_file = Sybil(
-        parsers=[PythonCodeBlockParser()],
-        patterns=["README.md", "CONTRIBUTING.md", "docs/*.md"],
-        excludes=["docs/design.md"],  # signatures and sketches, not programs
-    ).pytest()

@@ -36,9 +36,15 @@ def problem(name: str, n: int, device: str, grad: bool = True) -> tuple[list[tor
         options = {"dropout": 0.1, "seed": 1}
     if name == "terms":
         shapes = ((HEADS,), (HEADS, 129), (HEADS,))
-        slopes, table, sink = (torch.rand(shape, generator=make, device=device, requires_grad=grad) for shape in shapes)
+        slopes, table, sink = (
+            torch.rand(shape, generator=make, device=device, requires_grad=grad) for shape in shapes
+        )
         leaves += [slopes, table, sink]
-        options = {"scores": (tw.softcap(20.0), tw.alibi(slopes), tw.relative(table)), "sink": sink, "mask": tw.causal()}
+        options = {
+            "scores": (tw.softcap(20.0), tw.alibi(slopes), tw.relative(table)),
+            "sink": sink,
+            "mask": tw.causal(),
+        }
     return leaves, options
 
 
@@ -75,7 +81,16 @@ def main() -> None:
             for way, memory in measure(name, n, options.backend, options.device).items():
                 extra[way].append(memory.extra)
                 matrix = HEADS * n * n * 4
-                rows.append({**about, "case": name, "pass": way, "n": n, "extra_bytes": memory.extra, "matrix_bytes": matrix})
+                rows.append(
+                    {
+                        **about,
+                        "case": name,
+                        "pass": way,
+                        "n": n,
+                        "extra_bytes": memory.extra,
+                        "matrix_bytes": matrix,
+                    }
+                )
                 print(json.dumps(rows[-1]))
         for way, values in extra.items():
             steps = [b - a for a, b in zip(values, values[1:], strict=False)]

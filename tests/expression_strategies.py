@@ -293,6 +293,14 @@ class Call:
         )  # fmt: skip
 
 
+def tile_slices(grid: TileGrid):
+    """((row tile, column tile), slices into (B, H, N_q, N_k)) of every tile."""
+    for r in range(grid.num_q_tiles):
+        for c in range(grid.num_k_tiles):
+            rows = slice(r * grid.block_q, (r + 1) * grid.block_q)
+            yield (r, c), (..., rows, slice(c * grid.block_k, (c + 1) * grid.block_k))
+
+
 @st.composite
 def calls(draw, specials=True):
     """A call of odd sizes, with offsets of any sign; specials: NaN, infinities and denormals in leaves."""

@@ -131,7 +131,7 @@ def test_a_broken_backend_fails_without_traceback(injected, capsys):
 
 
 def test_a_refusal_is_no_failure(injected, capsys):
-    code, report = run_json(capsys, "--case", "mask-causal", "--backend", "choosy,naive")
+    code, report = run_json(capsys, "--case", "mask-causal", "--backend", "choosy,naive", "--device", "cpu")
     assert code == 0 and report["counts"] == {"passed": 1, "failed": 0, "refused": 1}
     assert "mood: got a problem, allowed none. ask tomorrow" in report["results"][0]["message"]
     assert main(["check", "--case", "mask-causal", "--backend", "choosy"]) == 2

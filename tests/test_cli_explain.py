@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -160,6 +162,15 @@ def test_bad_options_are_refused(arguments):
     with pytest.raises(SystemExit) as stopped:
         main(["explain", *arguments])
     assert stopped.value.code == 2
+
+
+def test_a_reader_that_stops_is_no_error():
+    command = [sys.executable, "-m", "tilewise", "explain", "--seqlen", "64"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(tw.__file__).parents[1]
+    )
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 141
 
 
 def test_nobody_takes_it(capsys, monkeypatch):

@@ -1,6 +1,6 @@
 """The pages agree with the library: every public name is documented, every link leads somewhere, the site builds.
 
-The code blocks of the pages are tests of their own, collected by conftest.py.
+The code blocks of the pages run in tests/test_pages.py.
 """
 
 from __future__ import annotations

@@ -9,7 +9,9 @@ import torch
 import tilewise as tw
 from tilewise.cli.memory import count_peak
 
-_spec = importlib.util.spec_from_file_location("bench_memory", Path(__file__).parents[1] / "benchmarks" / "memory.py")
+_spec = importlib.util.spec_from_file_location(
+    "bench_memory", Path(__file__).parents[1] / "benchmarks" / "memory.py"
+)
 bench = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(bench)
 
@@ -20,7 +22,8 @@ TENSOR = 4 * bench.HEADS * bench.HEAD_DIM
 
 def assert_linear(extra: list[int], per_token: int) -> None:
     """No more than `per_token` bytes per token, where the score matrix would add 4 * HEADS * N per token."""
-    for (n1, e1), (n2, e2) in zip(zip(LENGTHS, extra), list(zip(LENGTHS, extra))[1:]):
+    points = list(zip(LENGTHS, extra, strict=True))
+    for (n1, e1), (n2, e2) in zip(points, points[1:], strict=False):
         assert e2 - e1 <= per_token * (n2 - n1), (extra, per_token)
     assert per_token < 4 * bench.HEADS * LENGTHS[-1]
 
@@ -59,6 +62,10 @@ def test_second_order():
         out = run(q)
         do = torch.ones_like(out).requires_grad_()
         first = torch.autograd.grad(out, q, do, create_graph=True)[0]
-        double.append(count_peak(lambda first=first, q=q, do=do: torch.autograd.grad(first, (q, do), dot, retain_graph=True)).extra)
+
+        def twice(first=first, q=q, do=do, dot=dot):
+            return torch.autograd.grad(first, (q, do), dot, retain_graph=True)
+
+        double.append(count_peak(twice).extra)
     assert_linear(forward_mode, 6 * TENSOR)
     assert_linear(double, 10 * TENSOR)

@@ -270,8 +270,14 @@ def test_forward_over_reverse_and_hessian():
     torch.testing.assert_close(reverse_over_forward, reverse_over_reverse)
 
 
+OLD_DYNAMO = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
+"""torch 2.5 cannot trace `&` and `|` on masks (made outside the compiled code they work); 2.11 can."""
+
+
 @each_problem
 def test_compile_fullgraph_with_gradients(name):
+    if name == "masked" and OLD_DYNAMO:
+        pytest.skip("masks are composed inside the compiled function")
     run, leaves = function(name)
     inputs = (*tensors(), *leaves)
 
@@ -304,7 +310,7 @@ def test_compile_does_not_recompile_for_another_length():
 
 def test_compile_with_a_custom_mask_made_outside():
     n = 3
-    mask = tw.custom(lambda q, k: (q - k) % n == 0)
+    mask = tw.custom(lambda q, k: (q - k) % n == 0) & tw.window(5, None)
     q, k, v = (x.detach() for x in tensors(torch.float32))
     run = torch.compile(
         lambda q, k, v: tw.attention(q, k, v, mask=mask, backend="blockwise"), fullgraph=True, backend="eager"
@@ -314,6 +320,8 @@ def test_compile_with_a_custom_mask_made_outside():
 
 @each_problem
 def test_export_with_dynamic_lengths(name):
+    if name == "masked" and OLD_DYNAMO:
+        pytest.skip("masks are composed inside the exported module")
     build, shapes = PROBLEMS[name]
 
     class Model(torch.nn.Module):

@@ -132,8 +132,9 @@ def test_B112_a_hundred_thousand_sequences(check: Checker) -> None:
     for start in range(0, 100_000, 1000):
         part = slice(start, start + 1000)
         own, own_lse = check.out(q[part], k[part], v[part])
-        assert torch.equal(own, out[part]), start
-        assert torch.equal(own_lse, lse[part]), start
+        # Bitwise here; a matrix library may choose other code for another batch, and then rounding is allowed.
+        torch.testing.assert_close(own, out[part], rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(own_lse, lse[part], rtol=2e-6, atol=2e-6)
 
 
 def test_B132_memory_stays_linear_with_wide_heads_and_padding(device: torch.device) -> None:

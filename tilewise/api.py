@@ -143,7 +143,7 @@ def _write(
     qkv: tuple[Tensor, Tensor, Tensor], packing: Packing | None, *, mask: Any, scores: Any, sink: Tensor | None = None,
     dropout: float = 0.0, seed: Any = None, scale: float | None = None, q_offset: Any = None, k_offset: Any = 0,
     h_offset: int = 0, deterministic: bool | None = None, batch_invariant: bool = False, backend: str = "auto",
-    allow_quadratic: bool = False, partial: bool = False,
+    allow_quadratic: bool = False, partial: bool = False, subset: bool = False,
 ) -> Written:  # fmt: skip
     """Validate a call and write it down for the op layer."""
     q, k, v = _autocast(*qkv)
@@ -188,7 +188,8 @@ def _write(
             if t is not None:
                 options.append(f"{name}=1")
                 extra.append(t)
-    flags = (("partial", partial), ("deterministic", bool(deterministic)), ("batch_invariant", batch_invariant),
+    flags = (("partial", partial), ("subset", subset), ("deterministic", bool(deterministic)),
+             ("batch_invariant", batch_invariant),
              ("allow_quadratic", allow_quadratic))  # fmt: skip
     options += [f"{name}=1" for name, on in flags if on]
     options += [f"backend={backend}"] if backend != "auto" else []
@@ -344,7 +345,7 @@ def attention_partial_backward(
     Raises: as `attention`; ShapeError where out, lse, do or dlse do not have the call's shapes.
     """
     written = _write((q, k, v), _optional_packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), partial=True,
-                     **_partial_options(options))  # fmt: skip
+                     subset=True, **_partial_options(options))  # fmt: skip
     problem = decode_problem(q, k, v, written.tensors[3:], written.numbers.text)
     for name, t, shape in (
         ("out", out, problem.out_shape), ("do", do, problem.out_shape),

@@ -44,7 +44,11 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """What a call asks for beside the mathematics."""
+    """What a call asks for beside the mathematics.
+
+    partial: out is wanted in the compute type, to be merged. subset (backward only): the keys are a part of the
+    whole, whose out and lse are given, so neither can be computed afresh from them.
+    """
 
     layout: str = "dense"
     q_offset: str = "last"
@@ -53,6 +57,7 @@ class Options:
     seqused_q: bool = False
     seqused_k: bool = False
     partial: bool = False
+    subset: bool = False
     deterministic: bool = False
     batch_invariant: bool = False
     allow_quadratic: bool = False

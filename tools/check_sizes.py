@@ -32,7 +32,6 @@ EXCEPTIONS: dict[str, str] = {
     "tilewise/ops.py::_backward_fake": OP,
     "tilewise/ops.py::Hvp.forward": "an autograd Function takes its tensors positionally",
     "tests/test_semantics.py": "one test for each row of the semantics table, read side by side with it",
-    "tests/test_tiles.py": "tile classes and the intervals under them share their strategies",
     "tests/test_errors.py::qkv": "the sizes of q, k and v in the order of their dimensions",
 }
 

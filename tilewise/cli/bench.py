@@ -114,7 +114,7 @@ def bench(arguments: argparse.Namespace) -> int:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     device = usable_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    names = ["tilewise", *(f"tilewise:{name}" for name in arguments.backend or ()), *arguments.against]
+    names = ["tilewise", *(f"tilewise:{name}" for name in arguments.backend), *arguments.against]
     before = bench_report.read_rows(arguments.compare) if arguments.compare else None
     if arguments.output:
         open_for_writing(arguments.output)
@@ -144,7 +144,8 @@ def _check(arguments: argparse.Namespace) -> None:
     unknown = [name for name in arguments.against if name not in OTHERS]
     if unknown:
         raise UsageError(f"--against takes {', '.join(OTHERS)} or none, not {', '.join(unknown)}")
-    for name in arguments.backend or ():
+    arguments.backend = [name for name in dict.fromkeys(arguments.backend or ()) if name != "auto"]
+    for name in arguments.backend:
         registry.get(name)
     flags.parse_mask(arguments.mask)
     if arguments.fail_above is not None and not arguments.compare:

@@ -6,6 +6,7 @@ Rich draws in a terminal where it is installed; plain aligned text goes everywhe
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import time
 import traceback
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator
 
+BROKEN_PIPE = 141
+"""Exit code of a command whose reader went away, as a shell reports it (128 + SIGPIPE)."""
 PIPE_INTERVAL = 5.0
 """Seconds between two lines of progress where nobody watches a bar."""
 
@@ -39,7 +42,12 @@ def names_list(text: str) -> list[str]:
 def guarded(command: str, work: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     """work(arguments), an exception turned into one line on stderr and exit code 2."""
     try:
-        return work(arguments)
+        code = work(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader has seen enough (head, less): no error of ours
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except Exception as error:
         if arguments.traceback:
             traceback.print_exc()

@@ -186,7 +186,7 @@ def backward(
         block.set(P.key_block, KEY_BLOCK)
         block.set(P.superblock, SUPERBLOCK)
         # A part of the keys has not the statistics of the whole.
-        block.set(P.exact, int(not problem.options.partial))
+        block.set(P.exact, int(not problem.options.subset))
         block.tensor(P.part_dq, torch.empty(splits * tiles * s.head_dim * BLOCK_ROWS, dtype=torch.float32))
         link_spec(block, problem, inputs, found, slots)
         code = fold_slopes.backward_code(isa, problem.spec, slots, packs(problem), wanted)

@@ -208,7 +208,7 @@ class _Backward:
             alive = (do != 0).any(-1)
             if self.dlse is not None:
                 alive = alive | (walk.cut_rows(self.dlse, segment, rows) != 0)
-        if self.problem.options.partial:
+        if self.problem.options.subset:
             # These keys may be a part of the whole, whose lse and out were given.
             m, low = lse, torch.zeros_like(lse)
         else:

@@ -168,7 +168,7 @@ class _Matrix:
             self.fold.at(self.segment, self.fold.rows, self.fold.columns)
             s = self.scores(s0, visible)
         visible = visible & live[..., None]
-        if self.problem.options.partial:
+        if self.problem.options.subset:
             # These keys may be a part of the whole, whose lse was given.
             p = torch.exp(s.detach() - lse[..., None])
         p = torch.where(visible, p, 0.0)
@@ -177,7 +177,7 @@ class _Matrix:
         dropped = p if factor is None else p * factor
         dp = do @ self.v.transpose(-1, -2)
         dp = dp if factor is None else torch.where(factor != 0, dp * factor, 0.0)
-        if not self.problem.options.partial:
+        if not self.problem.options.subset:
             delta = torch.where(visible, p * dp, 0.0).sum(-1) - (dlse[0] if dlse else 0.0)
         ds = torch.where(visible, p * (dp - delta[..., None]), 0.0)
         if sink is not None and p_sink is not None:

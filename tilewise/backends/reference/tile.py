@@ -113,7 +113,8 @@ class TileFold:
         """True where the mask hides the pair, broadcastable to the tile; None if there is no mask."""
         if self.trees.keep is None:
             return None
-        return ~self.trees.keep(self.env())[0]
+        # A mask without variables is a number on the CPU.
+        return ~self.trees.keep(self.env())[0].to(self.device)
 
     def dropout(self) -> Tensor | None:
         """Factor of each weight, 0 or 1 / (1 - p); None without dropout."""
