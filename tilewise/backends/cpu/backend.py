@@ -22,7 +22,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @functools.lru_cache(maxsize=1)
 def _missing() -> tuple[str, ...]:
-    return tuple(name for name in ("numba", "llvmlite") if importlib.util.find_spec(name) is None)
+    return tuple(name for name in ("numba", "llvmlite") if not _is_there(name))
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:  # a finder may raise instead of passing on
+        return False
 
 
 class Cpu:
