@@ -17,7 +17,7 @@ import llvmlite.ir as ir
 
 from tilewise.backends.cpu import machine_code
 from tilewise.backends.cpu.isa import STRIP
-from tilewise.backends.cpu.micro import ROW
+from tilewise.backends.cpu.parameters import LANE as ROW
 from tilewise.backends.cpu.parameters import LANES, NUMBER, TABLE
 from tilewise.backends.cpu.print_interval import IntervalPrinter, needs_table
 from tilewise.backends.cpu.print_vector import KEY, LANE, VectorPrinter, ranks

@@ -17,7 +17,7 @@ import llvmlite.ir as ir
 from tilewise.backends.cpu import machine_code
 from tilewise.backends.cpu.fold import S, Tile
 from tilewise.backends.cpu.isa import STRIP
-from tilewise.backends.cpu.micro import ROW
+from tilewise.backends.cpu.parameters import LANE as ROW
 from tilewise.backends.cpu.parameters import LANES
 from tilewise.backends.cpu.print_vector import KEY, LANE
 from tilewise.backends.cpu.words import F32, I32, I64
