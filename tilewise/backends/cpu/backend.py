@@ -96,7 +96,9 @@ class Cpu:
             lse.fill_(-math.inf)
         with torch.no_grad():
             target = (
-                out if out.stride(-1) == 1 or out.shape[-1] <= 1 else torch.zeros(out.shape, dtype=out.dtype)
+                out
+                if out.stride(-1) == 1 or out.shape[-1] <= 1
+                else torch.zeros(out.shape, dtype=out.dtype, device="cpu")
             )
             finite = launch.forward(problem, inputs, target, lse, slots)
             if not finite:

@@ -140,7 +140,7 @@ class Block:
         """Scratch of each thread, on lines of 64 bytes."""
         size = -(-size // 64) * 64
         # No reader of what is here before it is written: the kernels fill what they add to.
-        memory = torch.empty(size * threads + 64, dtype=torch.uint8)
+        memory = torch.empty(size * threads + 64, dtype=torch.uint8, device="cpu")
         self.alive.append(memory)
         self.values[P.scratch] = -(-memory.data_ptr() // 64) * 64
         self.values[P.scratch_bytes] = size
@@ -273,9 +273,12 @@ def forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, slots: S
     block.set(P.total_rows, total)
     if splits > 1:
         block.tensor(
-            P.part_out, torch.empty(splits * s.num_heads_q * total * s.head_dim_v, dtype=torch.float32)
+            P.part_out,
+            torch.empty(splits * s.num_heads_q * total * s.head_dim_v, dtype=torch.float32, device="cpu"),
         )
-        block.tensor(P.part_lse, torch.empty(splits * s.num_heads_q * total, dtype=torch.float32))
+        block.tensor(
+            P.part_lse, torch.empty(splits * s.num_heads_q * total, dtype=torch.float32, device="cpu")
+        )
     if slots is not None:
         link_spec(block, problem, inputs, found, slots)
     threads = pool.num_threads()

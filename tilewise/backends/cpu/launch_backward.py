@@ -116,14 +116,18 @@ class LeafSums:
         )  # type: ignore[arg-type]
         for slot, (leaf, want) in enumerate(zip(inputs.leaves, wanted, strict=True)):
             if not want or slot not in loaded:
-                self.totals.append(torch.zeros(leaf.shape, dtype=torch.float32) if want else None)
+                self.totals.append(
+                    torch.zeros(leaf.shape, dtype=torch.float32, device="cpu") if want else None
+                )
                 self.entries += [0] * (2 + leaf.ndim)
                 continue
             shared = self._spread(problem, slot, leaf)
             if not shared and tasks * leaf.numel() > LARGEST_PARTS:
                 self.fits = False
                 return
-            total = torch.zeros((1 if shared else max(tasks, 1), *leaf.shape), dtype=torch.float32)
+            total = torch.zeros(
+                (1 if shared else max(tasks, 1), *leaf.shape), dtype=torch.float32, device="cpu"
+            )
             strides = [4 * n for n in total.stride()[1:]]
             self.totals.append(total)
             self.entries += [total.data_ptr(), 0 if shared else 4 * leaf.numel(), *strides]
@@ -177,7 +181,7 @@ def backward(
     if not sums.fits:
         return None
     sink_rows = _link_rows(block, problem, inputs, saved, grads)
-    made = [torch.empty(t.shape, dtype=t.dtype) for t in (inputs.q, inputs.k, inputs.v)]
+    made = [torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in (inputs.q, inputs.k, inputs.v)]
     if problem.options.layout == "varlen" or not found:
         made = [t.zero_() for t in made]
     for slot, t in zip((P.dq, P.dk, P.dv), made, strict=True):
@@ -187,7 +191,10 @@ def backward(
         block.set(P.superblock, SUPERBLOCK)
         # A part of the keys has not the statistics of the whole.
         block.set(P.exact, int(not problem.options.subset))
-        block.tensor(P.part_dq, torch.empty(splits * tiles * s.head_dim * BLOCK_ROWS, dtype=torch.float32))
+        block.tensor(
+            P.part_dq,
+            torch.empty(splits * tiles * s.head_dim * BLOCK_ROWS, dtype=torch.float32, device="cpu"),
+        )
         link_spec(block, problem, inputs, found, slots)
         code = fold_slopes.backward_code(isa, problem.spec, slots, packs(problem), wanted)
         block.set(P.slopes_full, code.get("slopes_full", 0))
@@ -230,7 +237,7 @@ def _link_rows(
     for slot, t in ((P.do, readable(do)), (P.out, readable(out))):
         block.tensor(slot, t, strides_of(problem, t))
     if inputs.sink is None:
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
     sink_rows = _sink_rows(inputs, lse, dlse)
     block.tensor(P.sink_rows, sink_rows, per_row(sink_rows))
     return sink_rows
@@ -239,7 +246,7 @@ def _link_rows(
 def _sink_rows(inputs: Inputs, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """ds of the sink for a row that meets no tile: out is 0, the sink has weight e^(sink - lse) and ds = p dlse."""
     if dlse is None:
-        return torch.zeros(lse.shape, dtype=torch.float32)
+        return torch.zeros(lse.shape, dtype=torch.float32, device="cpu")
     logit = inputs.sink.detach().to(torch.float32).view((-1, 1) if lse.ndim == 2 else (1, -1, 1))  # type: ignore[union-attr]
     weight = torch.exp2((logit - lse) * math.log2(math.e))
     return torch.where(

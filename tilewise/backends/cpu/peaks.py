@@ -64,7 +64,7 @@ def multiply_add_rate(threads: int, repeats: int = 3) -> float:
 
 def read_rate(num_bytes: int = 1 << 28, repeats: int = 5) -> float:
     """Bytes a second that torch.sum reads from memory that no cache holds; the best of `repeats`."""
-    t = torch.ones(num_bytes // 4)
+    t = torch.ones(num_bytes // 4, device="cpu")
     best = 0.0
     for _ in range(repeats):
         start = time.perf_counter()
