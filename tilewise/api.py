@@ -162,6 +162,8 @@ def _write(
     )
     if not isinstance(backend, str):
         raise OptionError(f"backend is a name, not {backend!r}")
+    if ";" in backend or "#" in backend:  # they separate options in the call's text
+        raise OptionError(f"there is no backend {backend!r}")
 
     mask_term = mask.term
     leaves = [] if mask_term is None else list(mask_term.leaves)
@@ -208,6 +210,8 @@ def _refuse_h_offset(value: Any) -> tuple[str, int, list[Tensor]]:
 
 
 def _finish(written: Written, return_lse: bool, out: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    if out is not None and not isinstance(out, Tensor):
+        raise DTypeError(f"out is a tensor, not {type(out).__name__}")
     result, lse = call(written.tensors, written.seed, written.numbers)
     if out is not None:
         if out.shape != result.shape or out.dtype != result.dtype or out.device != result.device:

@@ -76,6 +76,8 @@ def check_sink(q: Tensor, sink: Tensor | None) -> None:
     """Raise unless sink is one floating-point logit per query head."""
     if sink is None:
         return
+    if not isinstance(sink, Tensor):
+        raise DTypeError(f"sink is a tensor, not {type(sink).__name__}")
     if not sink.is_floating_point():
         raise DTypeError(message("sink holds floating-point logits", {"sink": sink}))
     if sink.ndim != 1 or sink.shape[0] != q.shape[1]:
@@ -100,7 +102,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     if (
         isinstance(scale, Tensor)
         or not isinstance(scale, (int, float, torch.SymFloat))
-        or not math.isfinite(scale)
+        or not -math.inf < scale < math.inf
     ):
         raise OptionError(
             f"scale is a finite number, not {scale!r}\nA learned scale is a factor of q, or a score term: "
@@ -111,6 +113,8 @@ def check_scale(scale: float | None, head_dim: int) -> float:
 
 def check_int_tensor(name: str, t: Tensor, length: int | None = None) -> None:
     """Raise unless t is a 1-d (or one-element) integer tensor, of the given length if one is given."""
+    if not isinstance(t, Tensor):
+        raise DTypeError(f"{name} is an integer tensor, not {type(t).__name__}")
     if t.is_floating_point() or t.is_complex() or t.dtype == torch.bool:
         raise DTypeError(message(f"{name} holds integers", {name: t}))
     if t.ndim > 1 or (length is not None and t.numel() not in (1, length)):

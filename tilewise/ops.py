@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tilewise.backends.protocol import Gradients, Needs
 from tilewise.checks import check_values
@@ -202,6 +203,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *dots: Any) -> tuple[Tensor, Tensor]:
+        _refuse_old_vmap(*dots)
         seed, out, lse, *tensors = ctx.saved_tensors
         return Jvp.apply(ctx.numbers, seed, out.detach(), lse.detach(), len(tensors), *tensors, *dots[2:])
 
@@ -219,7 +221,7 @@ def _refuse_old_vmap(*grads: Tensor | None) -> None:
 
         raise UnsupportedProblem(
             "is_grads_batched=True and vectorize=True use an older vmap that cannot batch this function\n"
-            "Use torch.func.vjp under torch.func.vmap, or torch.func.jacrev."
+            "Use torch.func.vjp or jvp under torch.func.vmap, torch.func.jacrev or jacfwd."
         )
 
 
@@ -307,6 +309,15 @@ class Jvp(torch.autograd.Function):
         return (None,) * 5 + (*grads, *(next(second) if want else None for want in wanted_dots))
 
     @staticmethod
+    def jvp(ctx: Any, *_: Any) -> None:
+        from tilewise.errors import UnsupportedProblem
+
+        raise UnsupportedProblem(
+            "forward over forward mode of attention is not implemented\n"
+            "Use forward over reverse (torch.func.hessian, or jvp of torch.func.grad)."
+        )
+
+    @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
         from tilewise.vmap import batch_by_loop
 
@@ -350,13 +361,29 @@ class Hvp(torch.autograd.Function):
 def _goes_through_op(tensors: Sequence[Tensor]) -> bool:
     if torch.compiler.is_compiling():
         return True
-    plain = (Tensor, torch.nn.Parameter)
-    return any(type(x) not in plain or x.device.type == "meta" for x in tensors)
+    # Only what dispatches by itself (fake, functional, distributed tensors) needs the op; a subclass that merely
+    # renames Tensor keeps its forward mode, second order and vmap.
+    return any(
+        type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ or x.device.type == "meta"
+        for x in tensors
+    )
+
+
+def _refuse_forward_mode() -> None:
+    """An op has no forward mode, and torch would take its tangents as zero without a word."""
+    if forward_ad._current_level >= 0:
+        from tilewise.errors import UnsupportedProblem
+
+        raise UnsupportedProblem(
+            "forward mode inside compiled, fake or meta code is not implemented\n"
+            "Call torch.func.jvp outside torch.compile."
+        )
 
 
 def call(tensors: list[Tensor], seed: Tensor | None, numbers: Numbers) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call, differentiable."""
     if _goes_through_op(tensors):
+        _refuse_forward_mode()
         q, k, v, *leaves = tensors
         return torch.ops.tilewise.attention(
             q, k, v, leaves, list(numbers.ints), list(numbers.floats), seed, numbers.text

@@ -30,7 +30,7 @@ def batch_by_loop(function: Any, info: Any, in_dims: tuple, numbers: Numbers, *a
     for n in range(max(info.batch_size, 1)):
         chosen = [_entry(x, dim, n, info.batch_size) for x, dim in zip(args, dims, strict=True)]
         moved = (
-            _renumber(numbers, spec.num_ints, n, chosen, options)
+            _renumber(numbers, spec.num_ints, n, info.batch_size, chosen, options)
             if info.randomness == "different"
             else numbers
         )
@@ -45,14 +45,22 @@ def _entry(x: Any, dim: Any, n: int, size: int) -> Any:
     return x.select(dim, n) if size else x.new_zeros(x.movedim(dim, 0).shape[1:])
 
 
-def _renumber(numbers: Numbers, num_ints: int, n: int, args: list, options: Options) -> Numbers:
+def _renumber(numbers: Numbers, num_ints: int, n: int, size: int, args: list, options: Options) -> Numbers:
     """Shift b_offset so that entry n has batch numbers of its own."""
-    if options.layout == "varlen":
-        return numbers
-    q = next(x for x in args if isinstance(x, Tensor) and x.ndim == 4)
     ints = list(numbers.ints)
-    ints[num_ints + 3] += n * q.shape[0]
+    # An inner vmap has put its own shift there; times the size, the two never meet.
+    ints[num_ints + 3] = ints[num_ints + 3] * size + n * _batch(options, args)
     return numbers._replace(ints=tuple(ints))
+
+
+def _batch(options: Options, args: list) -> int:
+    """Number of batch entries, or of sequences when packed."""
+    if options.layout == "dense":
+        return next(x.shape[0] for x in args if isinstance(x, Tensor) and x.ndim == 4)
+    # The call's tensors come last, but for as many tangents, where a count says that there are some.
+    tangents = next((x for x in args if type(x) is int), 0)
+    after = options.cu_seqlens_k + options.seqused_q + options.seqused_k
+    return args[len(args) - tangents - after - 1].shape[0] - 1
 
 
 def _folds(numbers: Numbers, dims: tuple) -> bool:

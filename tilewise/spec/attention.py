@@ -172,7 +172,13 @@ def _parse(text: str) -> AttentionSpec:
     mask_text, _, rest = rest.rpartition("|scores=")
     scores_text, *flags = rest.split("|")
     reader = _Reader(mask_text)
-    keep = reader.mask() if mask_text else None
+    try:
+        keep = reader.mask() if mask_text else None
+    except RecursionError:
+        raise SpecError(
+            "the mask's formula is nested too deeply to be read\n"
+            "Write long rows of & and | as one tilewise.custom function, or as a tensor."
+        ) from None
     if reader.at != len(mask_text):
         raise SpecError(f"trailing text in the mask: {mask_text[reader.at :]!r}")
     score: ex.Node | None = None

@@ -46,18 +46,18 @@ def exactly(value: float | int | bool) -> Interval:
     dtype = (
         torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
     )
-    point = torch.tensor(value, dtype=dtype)
+    point = torch.tensor(value, dtype=dtype, device="cpu")
     return Interval(point, point) if dtype != torch.float64 else float_interval(point, point)
 
 
 def everything(type_: str) -> Interval:
     """Every value of a type."""
     if type_ == "bool":
-        return Interval(torch.tensor(False), torch.tensor(True))
+        return Interval(exactly(False).lo, exactly(True).lo)
     if type_ == "int":
-        return Interval(torch.tensor(ex.INT_MIN), torch.tensor(ex.INT_MAX))
-    bound = torch.tensor(INF, dtype=torch.float64)
-    return Interval(-bound, bound, torch.tensor(True))
+        return Interval(exactly(ex.INT_MIN).lo, exactly(ex.INT_MAX).lo)
+    bound = torch.tensor(INF, dtype=torch.float64, device="cpu")
+    return Interval(-bound, bound, exactly(True).lo)
 
 
 def int_interval(lo: Tensor, hi: Tensor) -> Interval:

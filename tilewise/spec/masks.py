@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import DTypeError, OptionError, ShapeError, message
+from tilewise.spec.expression import INT_MAX, INT_MIN
 from tilewise.spec.term import Atom, Term
 
 
@@ -224,15 +225,28 @@ def _whole(name: str, value: object, low: int) -> int:
         raise OptionError(f"{name} is an integer, not {value!r}")
     if value < low:
         raise OptionError(f"{name} is {value}, and must be at least {low}")
+    if value > INT_MAX:
+        raise OptionError(f"{name} is {value}, and positions are int32")
     return value  # type: ignore[return-value]  # a SymInt is an int to everything here
+
+
+def _tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise DTypeError(f"{name} takes a tensor, not {type(value).__name__}")
+
+
+_WIDE = (torch.int64, torch.uint32, torch.uint64)
 
 
 def _ints_leaf(name: str, t: Tensor) -> Tensor:
     """An int leaf whose values fit int32 (looked at on the CPU only: a look at a GPU tensor would be a sync)."""
     if t.is_floating_point() or t.is_complex() or t.dtype == torch.bool:
         raise DTypeError(message(f"{name} holds integers", {name: t}))
-    if t.dtype == torch.int64 and not torch.compiler.is_compiling() and t.device.type == "cpu" and t.numel():
-        if type(t) is Tensor and bool(((t > 2**31 - 1) | (t < -(2**31))).any()):
+    if t.dtype in _WIDE and not torch.compiler.is_compiling() and t.device.type == "cpu" and t.numel():
+        # Under vmap there is no single value to look at.
+        readable = type(t) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+        wide = t.double() if t.dtype == torch.uint64 else t.to(torch.int64)
+        if readable and bool(((wide > INT_MAX) | (wide < INT_MIN)).any()):
             raise DTypeError(
                 message(f"{name} holds values beyond int32, in which indices are computed", {name: t})
             )
@@ -290,6 +304,7 @@ def document(ids_q: Tensor, ids_k: Tensor | None = None) -> Mask:
     """
     ids_k = ids_q if ids_k is None else ids_k
     for name, ids in (("ids_q", ids_q), ("ids_k", ids_k)):
+        _tensor(name, ids)
         if ids.ndim not in (1, 2):
             raise ShapeError(message("document ids have shape (N,) or (B, N)", {name: ids}))
     pair = [ids[None] if ids.ndim == 1 else ids for ids in (ids_q, ids_k)]
@@ -301,6 +316,7 @@ def key_padding(keys: Tensor) -> Mask:
 
     Padding moves no position. It stands beside the mask's formula: `~` and `|` never reveal it.
     """
+    _tensor("key_padding", keys)
     if keys.dtype == torch.bool:
         if keys.ndim != 2:
             raise ShapeError(message("a bool key_padding has shape (B, N_k)", {"keys": keys}))
@@ -314,6 +330,7 @@ def key_padding(keys: Tensor) -> Mask:
 
 def dense(allowed: Tensor) -> Mask:
     """Pairs where a bool tensor, broadcast to (B, H, N_q, N_k), is True."""
+    _tensor("a dense mask", allowed)
     if allowed.dtype != torch.bool:
         raise DTypeError(
             message(
@@ -332,6 +349,7 @@ def block_sparse(layout: Tensor, block: int | tuple[int, int]) -> Mask:
         layout: bool, broadcast to (B, H, ceil(N_q / block_q), ceil(N_k / block_k)).
         block: rows and columns of a block, one int for both or (block_q, block_k).
     """
+    _tensor("block_sparse", layout)
     if layout.dtype != torch.bool:
         raise DTypeError(
             message("a block_sparse layout is a bool tensor, True = may attend", {"layout": layout})

@@ -32,6 +32,7 @@ class Env:
     i, j the half-open range of the tile. leaves: any device tensors; None is a tangent that is zero.
     dtype: the floating type of the arithmetic, float32 or float64. visible: where given, float loads are 0 at
     pairs where it is False, so that what a leaf holds there takes no part even if torch differentiates.
+    Numbers become 0-d tensors on the CPU, which join any device, whatever torch's default device is.
     """
 
     variables: dict[str, Tensor]
@@ -44,16 +45,16 @@ class Env:
     indices: dict[ex.Node, Tensor] = field(default_factory=dict)
 
     def int_scalar(self, slot: int) -> Tensor:
-        return torch.tensor(self.ints[slot], dtype=torch.int32)
+        return torch.tensor(self.ints[slot], dtype=torch.int32, device="cpu")
 
     def float_scalar(self, slot: int) -> Tensor:
-        return torch.tensor(self.floats[slot], dtype=self.dtype)
+        return torch.tensor(self.floats[slot], dtype=self.dtype, device="cpu")
 
     def const(self, value: float | int | bool) -> Tensor:
         kind = (
             torch.bool if isinstance(value, bool) else torch.int32 if isinstance(value, int) else self.dtype
         )
-        return torch.tensor(value, dtype=kind)
+        return torch.tensor(value, dtype=kind, device="cpu")
 
     def to_float(self, x: Tensor) -> Tensor:
         return x.to(self.dtype)
@@ -141,7 +142,7 @@ def read(env: Env, slot: int, kind: str, names: tuple[str, ...] | None, indices:
     """The value of a load: a slice where the tile's ranges allow it, else a gather."""
     leaf = env.leaves[slot]
     if leaf is None:
-        return torch.zeros((), dtype=env.dtype)
+        return torch.zeros((), dtype=env.dtype, device="cpu")
     slices = None if names is None else _direct(env, leaf, names)
     if slices is not None:
         value = _to_axes(leaf[slices], names)  # type: ignore[arg-type]

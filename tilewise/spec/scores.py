@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import DTypeError, OptionError, ShapeError, message
-from tilewise.spec.masks import _ints_leaf, four_dimensional
+from tilewise.spec.masks import _ints_leaf, _tensor, four_dimensional
 from tilewise.spec.term import Atom, Term
 
 if TYPE_CHECKING:
@@ -129,6 +129,7 @@ def bias(tensor: Tensor) -> ScoreTerm:
 
     -inf hides the pair. Rows and columns are those of this call (inside the sequence when packed).
     """
+    _tensor("bias", tensor)
     if tensor.dtype == torch.bool:
         raise DTypeError(
             message("a bias is added to the scores and is not bool", {"bias": tensor}, "Write mask=tensor.")
@@ -144,6 +145,7 @@ def alibi(slopes: Tensor) -> ScoreTerm:
 
     Source: Press et al., Train Short, Test Long (ALiBi), 2021, https://arxiv.org/abs/2108.12409.
     """
+    _tensor("alibi", slopes)
     if slopes.ndim not in (1, 2):
         raise ShapeError(message("ALiBi slopes have shape (H,) or (B, H)", {"slopes": slopes}))
     slopes = slopes[None] if slopes.ndim == 1 else slopes
@@ -183,6 +185,9 @@ def relative(table: Tensor, bucket: Tensor | None = None) -> ScoreTerm:
 
     Source: Shaw et al. 2018, https://arxiv.org/abs/1803.02155; Raffel et al. (T5) 2019, https://arxiv.org/abs/1910.10683.
     """
+    _tensor("relative", table)
+    if bucket is not None:
+        _tensor("bucket", bucket)
     if table.ndim != 2:
         raise ShapeError(message("a relative table has shape (H, 2R+1)", {"table": table}))
     span = table if bucket is None else bucket

@@ -72,14 +72,18 @@ class TileGrid:
             "j": j,
             "q": int_interval(i.lo + self.q_offset_lo, i.hi + self.q_offset_hi),
             "k": int_interval(j.lo + self.k_offset_lo, j.hi + self.k_offset_hi),
-            "b": Interval(torch.tensor(self.b_lo), torch.tensor(self.b_hi)),
-            "h": Interval(torch.tensor(0), torch.tensor(self.num_heads_q - 1)),
-            "g": Interval(torch.tensor(0), torch.tensor(self.num_heads_kv - 1)),
+            "b": Interval(_number(self.b_lo), _number(self.b_hi)),
+            "h": Interval(_number(0), _number(self.num_heads_q - 1)),
+            "g": Interval(_number(0), _number(self.num_heads_kv - 1)),
         }
 
 
+def _number(value: int) -> Tensor:
+    return torch.tensor(value, device="cpu")
+
+
 def _blocks(length: int, block: int, shape: tuple[int, int]) -> Interval:
-    first = torch.arange(0, length, block)
+    first = torch.arange(0, length, block, device="cpu")
     return Interval(first.reshape(shape), (first + block - 1).clamp(max=length - 1).reshape(shape))
 
 
@@ -113,7 +117,7 @@ def classify_tiles(
     """
     shape = (tiles.num_q_tiles, tiles.num_k_tiles)
     if keep is None or 0 in shape:
-        return torch.full(shape, FULL, dtype=torch.uint8)
+        return torch.full(shape, FULL, dtype=torch.uint8, device="cpu")
     with torch.no_grad():
         visible = bounds(keep, tiles, leaves, ints, floats)
         classes = visible.hi.to(torch.uint8) + visible.lo.to(torch.uint8)
@@ -143,6 +147,8 @@ def _load(leaf: Tensor, node: ex.Node, indices: tuple[Interval, ...], tiles: Til
     indices = tuple(Interval(*torch.broadcast_tensors(index.lo, index.hi)) for index in indices)
     if leaf.is_floating_point() and leaf.element_size() == 1:
         leaf = leaf.to(torch.float32)
+    if leaf.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        leaf = leaf.to(torch.int64)  # torch finds no extremes of these
     leaf, kept, constant = _restrict(leaf, indices)
     lo = leaf.amin(constant) if constant else leaf
     hi = leaf.amax(constant) if constant else leaf
@@ -213,7 +219,7 @@ def _range_extreme(table: Tensor, dim: int, index: Interval, extreme: Callable[.
     levels = [table]
     for p in range(int(level.max())):
         previous = levels[-1]
-        later = torch.arange(last + 1).add(2**p).clamp(max=last)
+        later = torch.arange(last + 1, device=table.device).add(2**p).clamp(max=last)
         levels.append(extreme(previous, previous[later]))
     stacked = torch.stack(levels)
     found = extreme(stacked[level, lo], stacked[level, hi - 2**level + 1])

@@ -192,14 +192,14 @@ class _Matrix:
     def _through_terms(
         self, s: Tensor, s0: Tensor, tracked: list[Tensor], ds: Tensor, leaves: list[Tensor | None]
     ) -> Tensor:
-        if s is s0 or not s.requires_grad:
-            return ds
+        if not s.requires_grad:
+            return torch.zeros_like(ds)
         wanted = [n for n, g in enumerate(leaves) if g is not None and tracked[n].requires_grad]
         found = torch.autograd.grad(s, [s0, *(tracked[n] for n in wanted)], ds, allow_unused=True)
         for n, gradient in zip(wanted, found[1:], strict=True):
             if gradient is not None:
                 leaves[n] += gradient  # type: ignore[operator]  # n is one of those that are not None
-        return ds if found[0] is None else found[0]
+        return torch.zeros_like(ds) if found[0] is None else found[0]
 
     def _add_keys(self, total: Tensor, part: Tensor) -> None:
         """Sum over the query heads of each KV head."""

@@ -21,7 +21,7 @@ from tilewise.backends.protocol import Gradients
 from tilewise.backends.reference import tile as t
 from tilewise.backends.reference.segments import uniform
 from tilewise.backends.reference.tile import LOG2E
-from tilewise.backends.reference.walk import Walk, hide
+from tilewise.backends.reference.walk import Walk, drop, hide
 from tilewise.spec.print_torch import accumulate
 
 if TYPE_CHECKING:
@@ -48,7 +48,10 @@ class _Rows(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """A tile's weights and everything about its score: the printed roots, then their tangents."""
+    """A tile's weights and everything about its score: the printed roots, then their tangents.
+
+    visible and kept (visible and not dropped) are None where everything is finite.
+    """
 
     k: Tensor
     k_dot: Tensor
@@ -58,6 +61,8 @@ class _Tile(NamedTuple):
     s_dot: Tensor
     factor: Tensor | None
     hidden: Tensor
+    visible: Tensor | None
+    kept: Tensor | None
     roots: tuple[Tensor, ...]
     dots: tuple[Tensor, ...]
 
@@ -72,6 +77,10 @@ class _Tangent:
         dots = (torch.zeros_like(x) if dot is None else dot for x, dot in given)
         self.q_dot, self.k_dot, self.v_dot = (uniform(problem, x) for x in dots)
         self.lse = uniform(problem, lse)
+        self.guarded = not (
+            t.all_finite(inputs.q, inputs.k, inputs.v, *direction[:3])
+            and (lse.numel() == 0 or bool(lse.amax() < math.inf))
+        )
         self.sink_dot = (
             None if inputs.sink is None or direction.sink is None else direction.sink.to(lse.dtype)
         )
@@ -84,9 +93,11 @@ class _Tangent:
         return _Rows(q, q_dot, lse.masked_fill(lse == -math.inf, math.inf))
 
     def tile(
-        self, segment: Segment, rows: tuple[int, int], cols: tuple[int, int], kind: int, data: _Rows
-    ) -> _Tile:
-        walk = self.walk
+        self, place: tuple[Segment, tuple[int, int], tuple[int, int]], kind: int, data: _Rows,
+        alive: Tensor | None = None,
+    ) -> _Tile:  # fmt: skip
+        """One tile; rows that are not alive count as hidden."""
+        walk, (segment, rows, cols) = self.walk, place
         k, k_dot, v, v_dot = (
             walk.wide(walk.cut_columns(x, segment, cols)) for x in (walk.k, self.k_dot, walk.v, self.v_dot)
         )
@@ -97,9 +108,16 @@ class _Tangent:
         half = len(values) // 2
         s = hide(walk, values[0].expand_as(s0), kind)
         hidden = s == -math.inf
+        if alive is not None:
+            hidden = hidden | ~alive[..., None]
         p = torch.exp2((s - data.lse[..., None]) * LOG2E).masked_fill(hidden, 0.0)
         s_dot = values[half].expand_as(s0).masked_fill(hidden, 0.0)
-        return _Tile(k, k_dot, v, v_dot, p, s_dot, walk.fold.dropout(), hidden, values[:half], values[half:])
+        factor = walk.fold.dropout()
+        visible = ~hidden if self.guarded else None
+        kept = visible if visible is None or factor is None else visible & (factor != 0)
+        return _Tile(
+            k, k_dot, v, v_dot, p, s_dot, factor, hidden, visible, kept, values[:half], values[half:]
+        )
 
     def sink_weight(self, lse: Tensor) -> Tensor:
         """Weight of the sink in each row."""
@@ -124,10 +142,10 @@ def jvp(
             acc = data.q.new_zeros((*data.q.shape[:3], problem.shape.head_dim_v))
             total = data.q.new_zeros(data.q.shape[:3])
             for cols, kind in columns:
-                x = run.tile(segment, rows, cols, kind, data)
+                x = run.tile((segment, rows, cols), kind, data)
                 total += (x.p * x.s_dot).sum(-1)
                 w = x.p if x.factor is None else x.p * x.factor
-                acc += t.over_keys(w * x.s_dot, x.v) + t.over_keys(w, x.v_dot)
+                acc += t.over_keys(w * x.s_dot, x.v, x.kept) + t.over_keys(w, x.v_dot, x.kept)
             if run.sink_dot is not None:
                 total += run.sink_weight(data.lse) * run.sink_dot.view(1, -1, 1)
             acc -= total[..., None] * walk.wide(walk.cut_rows(out_view, segment, rows))
@@ -164,7 +182,9 @@ class _Hessian:
         wide = problem.compute_dtype
         self.problem, self.inputs = problem, inputs
         self.run_over = _Tangent(problem, inputs, direction, lse)
+        self.run_over.guarded |= not t.all_finite(do, dlse)
         self.do, self.lse_dot = uniform(problem, do), uniform(problem, lse_dot)
+        self.dlse = None if dlse is None else uniform(problem, dlse)
 
         def by_row(x: Tensor) -> Tensor:
             rows = (do.to(wide) * x.to(wide)).sum(-1)
@@ -191,9 +211,10 @@ class _Hessian:
                 per_row = tuple(
                     walk.cut_rows(x, segment, rows) for x in (self.lse_dot, self.delta, self.delta_dot)
                 )
-                self._sink(data, per_row)
+                alive = self._alive(segment, rows, do)
+                self._sink(data, per_row, alive)
                 for cols, kind in columns:
-                    x = self.run_over.tile(segment, rows, cols, kind, data)
+                    x = self.run_over.tile((segment, rows, cols), kind, data, alive)
                     self._tile((segment, rows, cols), data, x, do, per_row)
         inputs = self.inputs
         dq, dk, dv = (g.to(x.dtype) for g, x in zip(self.total, (inputs.q, inputs.k, inputs.v), strict=True))
@@ -202,14 +223,24 @@ class _Hessian:
         )
         return Gradients(dq, dk, dv, leaves, None if self.sink is None else self.sink.to(inputs.sink.dtype))  # type: ignore[union-attr]
 
-    def _sink(self, data: _Rows, per_row: tuple[Tensor, ...]) -> None:
+    def _alive(self, segment: Segment, rows: tuple[int, int], do: Tensor) -> Tensor | None:
+        """Rows with a cotangent that is not 0; the others contribute 0, whatever they hold."""
+        if not self.run_over.guarded:
+            return None
+        alive = (do != 0).any(-1)
+        if self.dlse is not None:
+            alive = alive | (self.run_over.walk.cut_rows(self.dlse, segment, rows) != 0)
+        return alive
+
+    def _sink(self, data: _Rows, per_row: tuple[Tensor, ...], alive: Tensor | None) -> None:
         if self.sink is None:
             return
         lse_dot, delta, delta_dot = per_row
         p = self.run_over.sink_weight(data.lse)
         s_dot = 0.0 if self.run_over.sink_dot is None else self.run_over.sink_dot.view(1, -1, 1)
         p_dot = p * (s_dot - lse_dot)
-        self.sink -= (p_dot * delta + p * delta_dot).sum((0, 2))
+        part = p_dot * delta + p * delta_dot
+        self.sink -= (part if alive is None else part.masked_fill(~alive, 0.0)).sum((0, 2))
 
     def _tile(
         self, place: tuple[Any, ...], data: _Rows, x: _Tile, do: Tensor, per_row: tuple[Tensor, ...]
@@ -217,11 +248,9 @@ class _Hessian:
         segment, rows, cols = place
         walk, heads_kv = self.run_over.walk, self.run_over.walk.heads_kv
         lse_dot, delta, delta_dot = (y[..., None] for y in per_row)
-        p_dot = x.p * (x.s_dot - lse_dot)
-        dp, dp_dot = t.scores(do, x.v), t.scores(do, x.v_dot)
-        w_dot = p_dot
-        if x.factor is not None:
-            dp, dp_dot, w_dot = dp * x.factor, dp_dot * x.factor, p_dot * x.factor
+        p_dot = (x.p * (x.s_dot - lse_dot)).masked_fill(x.hidden, 0.0)
+        dp, dp_dot = (drop(t.scores(do, y), x.factor) for y in (x.v, x.v_dot))
+        w_dot = p_dot if x.factor is None else p_dot * x.factor
         ds = x.p * (dp - delta)
         ds_dot = p_dot * (dp - delta) + x.p * (dp_dot - delta_dot)
         env = walk.fold.env()
@@ -234,8 +263,9 @@ class _Hessian:
         ds0 = (ds * slope).masked_fill(x.hidden, 0.0)
         ds0_dot = (ds_dot * slope + ds * slope_dot).masked_fill(x.hidden, 0.0)
         dq, dk, dv = (uniform(self.problem, g) for g in self.total)
-        dq_tile = t.over_keys(ds0_dot, x.k) + t.over_keys(ds0, x.k_dot)
+        dq_tile = t.over_keys(ds0_dot, x.k, x.visible) + t.over_keys(ds0, x.k_dot, x.visible)
         walk.cut_rows(dq, segment, rows).add_(dq_tile, alpha=self.inputs.scale)
-        dk_tile = t.over_rows(ds0_dot, data.q, heads_kv) + t.over_rows(ds0, data.q_dot, heads_kv)
+        dk_tile = t.over_rows(ds0_dot, data.q, heads_kv, x.visible)
+        dk_tile += t.over_rows(ds0, data.q_dot, heads_kv, x.visible)
         walk.cut_columns(dk, segment, cols).add_(dk_tile)
-        walk.cut_columns(dv, segment, cols).add_(t.over_rows(w_dot, do, heads_kv))
+        walk.cut_columns(dv, segment, cols).add_(t.over_rows(w_dot, do, heads_kv, x.kept))
