@@ -13,6 +13,9 @@ from tilewise.spec import masks
 from tilewise.spec.attention import AttentionSpec, spec_text
 from tilewise.spec.custom import custom
 from tilewise.spec.tiles import EMPTY, FULL, PARTIAL, TileGrid, census, classify_tiles, visible_pairs
+from tilewise.testing.cases_masks import Draw
+from tilewise.testing.cases_named import MASKS
+from tilewise.testing.grid import make_grid
 
 blocks = st.sampled_from([1, 2, 3, 4, 16])
 
@@ -43,6 +46,20 @@ def test_classes_are_sound(tree, call, block_q, block_k, data):
             event(f"class {int(classes[at])}")
             assert classes[at] != EMPTY or not visible[where].any(), (at, dtype)
             assert classes[at] != FULL or visible[where].all(), (at, dtype)
+
+
+@pytest.mark.parametrize("feature", MASKS, ids=lambda feature: feature.name)
+@pytest.mark.parametrize("offsets", [(4, 0), (-9, 6)])
+def test_masks_of_the_cases_are_sound(feature, offsets):
+    """A mask that joins the conformance cases joins this test."""
+    batch, heads, lengths = 2, (4, 2), (19, 23)
+    leaves = feature.draw(Draw(torch.Generator().manual_seed(5), batch, heads, lengths, torch.float32))
+    moved = tuple(torch.full((batch,), offset) for offset in offsets)
+    visible = feature.dense(make_grid(torch.arange(batch), heads, lengths, moved), leaves)
+    for block_q, block_k in ((1, 1), (4, 3), (8, 32)):
+        q, k = offsets
+        grid = TileGrid(block_q, block_k, *lengths, q, q, k, k, 0, batch - 1, *heads)
+        check_sound(masks.as_mask(feature.make(*leaves)), visible, grid)
 
 
 # ---- exactness ---------------------------------------------------------------------------------------------

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """A registered backend: where its class is, and whether taking it by `auto` deserves a word."""
+    """A registered backend: where its class is, whether `auto` taking it deserves a word, and, if `auto` leaves it
+    alone, why."""
 
     module: str
     attribute: str
     slow: bool
+    by_name_only: str
 
 
 class Registry:
@@ -30,18 +32,39 @@ class Registry:
         self._loaded: dict[str, Backend] = {}
 
     def register(
-        self, name: str, module: str, attribute: str, *, slow: bool = False, first: bool = False
+        self,
+        name: str,
+        module: str,
+        attribute: str,
+        *,
+        slow: bool = False,
+        first: bool = False,
+        by_name_only: str = "",
     ) -> None:
-        """Add a backend; `first` puts it before those already there."""
-        entry = {name: Entry(module, attribute, slow)}
+        """Add a backend; `first` puts it before those already there, `by_name_only` says why `auto` passes it by."""
+        entry = {name: Entry(module, attribute, slow, by_name_only)}
         self._entries = entry | self._entries if first else self._entries | entry
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._entries)
 
+    @property
+    def names_for_auto(self) -> tuple[str, ...]:
+        """Those that `auto` may take."""
+        return tuple(name for name, entry in self._entries.items() if not entry.by_name_only)
+
     def is_slow(self, name: str) -> bool:
         return self._entries[name].slow
+
+    def reasons(self, name: str, problem: Problem) -> list[Reason]:
+        """Why `auto` would not let that backend run the problem."""
+        from tilewise.backends.protocol import Reason
+
+        why = self._entries[name].by_name_only
+        if why:
+            return [Reason(why, "backend='auto'", f"backend={name!r}")]
+        return self.get(name).supports(problem)
 
     def get(self, name: str) -> Backend:
         """The backend of that name.  Raises OptionError for an unknown one."""
@@ -54,6 +77,12 @@ class Registry:
 
 
 registry = Registry()
+registry.register(
+    "cpu",
+    "tilewise.backends.cpu.backend",
+    "Cpu",
+    by_name_only="its kernels compile at first use, for tens of seconds",
+)
 registry.register("blockwise", "tilewise.backends.reference.blockwise", "Blockwise", slow=True)
 registry.register("naive", "tilewise.backends.reference.naive", "Naive", slow=True)
 
@@ -62,7 +91,7 @@ _warned: set[str] = set()
 
 def candidates(problem: Problem) -> list[tuple[str, list[Reason]]]:
     """Every backend with its reasons against the problem; no reasons means it would run it."""
-    return [(name, registry.get(name).supports(problem)) for name in registry.names]
+    return [(name, registry.reasons(name, problem)) for name in registry.names]
 
 
 def choose(problem: Problem) -> Backend:
@@ -82,12 +111,11 @@ def choose(problem: Problem) -> Backend:
         return backend
     asked: list[tuple[str, list[Reason]]] = []
     for name in registry.names:
-        backend = registry.get(name)
-        reasons = backend.supports(problem)
+        reasons = registry.reasons(name, problem)
         if not reasons:
             if registry.is_slow(name):
                 _say_slow(name, problem, asked)
-            return backend
+            return registry.get(name)
         asked.append((name, reasons))
     raise UnsupportedProblem(_refusal("no backend takes this problem", asked))
 

@@ -1,7 +1,7 @@
 """Problem: a spec together with sizes, types, device and options; everything a backend may decide on.
 
-A call travels through the op layer as (q, k, v, leaves, ints, floats, seed, text). `Problem.decode` reads
-it, `encode` (in `api`) writes it; both know the order of the lists from the text alone:
+A call travels through the op layer as (q, k, v, leaves, ints, floats, seed, text). `api` writes it,
+`decode_problem` and `decode_inputs` read it; they know the order of the lists from the text alone:
 
     text    SPEC#layout=dense;q_offset=last;k_offset=int;backend=auto;...
     leaves  the spec's leaves, then sink, q_offset, k_offset, cu_seqlens_q/k, seqused_q/k where the text names them

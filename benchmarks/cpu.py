@@ -1,0 +1,206 @@
+"""The CPU backend beside F.scaled_dot_product_attention: forward, backward, decode, short problems, features.
+
+    OMP_PROC_BIND=true python benchmarks/cpu.py [forward backward decode short features] [--quick]
+        [--output benchmarks/results/cpu.jsonl]
+
+Both through their public calls with outputs allocated inside, in one process, interleaved, the order
+alternating; medians and quartiles. The first line holds the machine, the multiply-add peak and the reading
+bandwidth measured in the same run; they are measured again at the end. Timings with other work on the machine
+are not to be trusted: the load average stands in both lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import tilewise as tw
+from tilewise.backends.cpu.peaks import multiply_add_rate, read_rate
+from tilewise.cli.machine import describe
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HEADS = {128: 16, 512: 16, 1024: 8, 4096: 2, 8192: 1}
+
+
+def interleave(calls: list[Callable[[], object]], budget: float, most: int = 41) -> list[dict[str, float]]:
+    """Median and quartiles of each call in seconds, for about `budget` seconds altogether."""
+    for call in calls:
+        call()
+    times: list[list[float]] = [[] for _ in calls]
+    start = time.perf_counter()
+    for n in range(most):
+        order = range(len(calls)) if n % 2 == 0 else reversed(range(len(calls)))
+        for c in order:
+            before = time.perf_counter()
+            calls[c]()
+            times[c].append(time.perf_counter() - before)
+        if n >= 4 and time.perf_counter() - start > budget:
+            break
+    quarters = [statistics.quantiles(t, n=4) for t in times]
+    return [{"q1": q[0], "median": q[1], "q3": q[2], "runs": len(times[0])} for q in quarters]
+
+
+def draw(
+    b: int, h: int, hkv: int, nq: int, nk: int, d: int, dtype: torch.dtype, *, grad: bool = False
+) -> list[torch.Tensor]:
+    """q, k and v."""
+    shapes = ((b, h, nq, d), (b, hkv, nk, d), (b, hkv, nk, d))
+    return [torch.randn(s).to(dtype).requires_grad_(grad) for s in shapes]
+
+
+def line(section: str, what: dict, times: list[dict[str, float]], flops: float = 0.0) -> dict:
+    """One JSON line: SDPA, ours and their ratio."""
+    sdpa, ours = times
+    found = {
+        "section": section,
+        **what,
+        "sdpa": sdpa,
+        "tilewise": ours,
+        "ratio": round(sdpa["median"] / ours["median"], 3),
+    }
+    if flops:
+        found["sdpa_gflops"], found["tilewise_gflops"] = (round(flops / t["median"] / 1e9, 1) for t in times)
+    return found
+
+
+def forward(budget: float, quick: bool):
+    """Forward over types, head sizes and lengths."""
+    for name, dtype in DTYPES.items():
+        for d in (64, 128) if quick else (32, 64, 80, 96, 128, 256):
+            for n in (512, 1024, 4096) if quick else (512, 1024, 4096, 8192):
+                q, k, v = draw(1, HEADS[n], HEADS[n], n, n, d, dtype)
+                for causal in (False, True):
+                    mask = tw.causal() if causal else None
+                    times = interleave(
+                        [lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal),  # noqa: B023
+                         lambda: tw.attention(q, k, v, mask=mask, backend="cpu")], budget)  # noqa: B023  # fmt: skip
+                    what = {"dtype": name, "D": d, "N": n, "H": HEADS[n], "causal": causal}
+                    yield line("forward", what, times, 4 * HEADS[n] * n * n * d / (2 if causal else 1))
+
+
+def backward(budget: float, quick: bool):
+    """Backward alone, from a kept graph."""
+    for name, dtype in DTYPES.items():
+        for d in (64,) if quick else (64, 128):
+            for n in (1024,) if quick else (1024, 4096):
+                inputs = draw(1, HEADS[n], HEADS[n], n, n, d, dtype, grad=True)
+                for causal in (False, True):
+                    outs = [F.scaled_dot_product_attention(*inputs, is_causal=causal),
+                            tw.attention(*inputs, mask=tw.causal() if causal else None, backend="cpu")]  # fmt: skip
+                    do = torch.randn_like(outs[0])
+                    times = interleave(
+                        [lambda o=o: torch.autograd.grad(o, inputs, do, retain_graph=True) for o in outs],  # noqa: B023
+                        budget,
+                    )
+                    what = {"dtype": name, "D": d, "N": n, "H": HEADS[n], "causal": causal}
+                    yield line("backward", what, times, 10 * HEADS[n] * n * n * d / (2 if causal else 1))
+
+
+def decode(budget: float, quick: bool):
+    """One query of 32 heads over a cache of 8."""
+    for name, dtype in DTYPES.items():
+        for b in (1,) if quick else (1, 8):
+            for n in (4096,) if quick else (4096, 32768):
+                q, k, v = draw(b, 32, 8, 1, n, 128, dtype)
+                times = interleave(
+                    [lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),  # noqa: B023
+                     lambda: tw.attention(q, k, v, backend="cpu")], budget)  # noqa: B023  # fmt: skip
+                found = line("decode", {"dtype": name, "B": b, "N": n, "H": 32, "H_kv": 8, "D": 128}, times)
+                found["tilewise_gbytes"] = round(
+                    2 * k.numel() * k.element_size() / times[1]["median"] / 1e9, 2
+                )
+                yield found
+
+
+def short(budget: float, quick: bool):
+    """Short problems, where the call itself counts."""
+    for name in ("fp32", "bf16"):
+        for n in (1, 16, 32, 64, 128):
+            for h in (1, 8):
+                q, k, v = draw(1, h, h, n, n, 64, DTYPES[name])
+                times = interleave(
+                    [lambda: F.scaled_dot_product_attention(q, k, v), lambda: tw.attention(q, k, v, backend="cpu")],  # noqa: B023
+                    budget, 1001)  # fmt: skip
+                yield line("short", {"dtype": name, "N": n, "H": h, "D": 64}, times)
+
+
+def features(budget: float, quick: bool):
+    """Speed per visible pair beside the plain kernel: "sdpa" stands for the plain call here."""
+    n, h = (2048, 2) if quick else (4096, 2)
+    q, k, v = draw(1, h, h, n, n, 64, torch.float32)
+    half = torch.rand(n, n) < 0.5
+    ids = torch.arange(n).div(512, rounding_mode="floor").view(1, n)
+    cases = {
+        "causal": ({"mask": tw.causal()}, 0.5),
+        "window256": ({"mask": tw.window(255, 0)}, 256 / n),
+        "document512": ({"mask": tw.document(ids)}, 512 / n),
+        "dense": ({"mask": half}, 1.0),
+        "alibi": ({"scores": tw.alibi(tw.alibi_slopes(h))}, 1.0),
+        "integer": ({"mask": tw.custom(lambda q, k: (q - k) % 3 != 1)}, 1.0),
+        "softcap": ({"scores": tw.softcap(20.0)}, 1.0),
+        "exp2": ({"scores": tw.custom_score(lambda s: s - tw.exp2(-abs(s)))}, 1.0),
+        "relative": ({"scores": tw.relative(torch.randn(h, 129))}, 1.0),
+        "dropout": ({"dropout": 0.1, "seed": 1}, 1.0),
+    }
+    for name, (options, share) in cases.items():
+        times = interleave(
+            [lambda: tw.attention(q, k, v, backend="cpu"), lambda: tw.attention(q, k, v, backend="cpu", **options)],  # noqa: B023
+            budget)  # fmt: skip
+        found = line(
+            "features", {"feature": name, "N": n, "H": h, "D": 64, "visible": round(share, 4)}, times
+        )
+        found["per_visible_pair"] = round(found["ratio"] * share, 3)
+        yield found
+
+
+def machine() -> dict:
+    """The machine and its peaks now."""
+    threads = torch.get_num_threads()
+    return {
+        "section": "machine", **describe(), "load": os.getloadavg(),
+        "fma_gflops_1": round(multiply_add_rate(1) / 1e9, 1),
+        f"fma_gflops_{threads}": round(multiply_add_rate(threads) / 1e9, 1), "read_gbytes": round(read_rate() / 1e9, 2),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Parse, measure, write."""
+    sections = {
+        "forward": forward,
+        "backward": backward,
+        "decode": decode,
+        "short": short,
+        "features": features,
+    }
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sections", nargs="*", default=list(sections), help=", ".join(sections))
+    parser.add_argument("--quick", action="store_true", help="few sizes, short budgets")
+    parser.add_argument("--output", type=Path, help="JSON lines are appended here")
+    chosen = parser.parse_args()
+    torch.manual_seed(0)
+
+    def write(found: dict) -> None:
+        print(json.dumps(found), flush=True)
+        if chosen.output:
+            with chosen.output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(found) + "\n")
+
+    write(machine())
+    for name in chosen.sections:
+        for found in sections[name](0.3 if chosen.quick else 1.5, chosen.quick):
+            write(found)
+    write(machine())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,480 @@
+"""The backward tile loops in Numba: dq, dk, dv and the gradients of leaves in one pass over the tiles.
+
+One task is a segment, a KV head and one split of its keys. Loop order: super-blocks of keys outer, whose dk and
+dv are summed in the thread's scratch; then the heads of the group, blocks of 64 rows, blocks of keys. dq is
+summed per split and block of rows, transposed, and the splits are added in order by `finish`; so nothing is
+atomic, and bits do not depend on threads.
+
+lse = m + ln l is rounded to the size of m and out to its own type; weights from lse and delta from out carry both
+roundings into the gradients. Where all keys of a segment lie in one super-block, m, l and delta are
+computed afresh in a first pass over the tiles (two products beside the five); longer rows have the error of any
+backward pass from lse.
+
+Per tile: s and dp (keys x rows) -> p and ds (fold the terms' derivatives) -> dv += p do, dk += ds q, dq += ds k.
+
+Source: Dao et al., FlashAttention-2, 2023, algorithm 2, https://arxiv.org/abs/2307.08691.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from numba import njit, types
+
+from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP
+from tilewise.backends.cpu.loops import EMPTY, FULL, JIT, Loops, build_loops, call_fold, kernel
+from tilewise.backends.cpu.micro import (
+    ROW,
+    Micro,
+    indirect,
+    load_f32,
+    load_i32,
+    load_i64,
+    store_f32,
+    store_i64,
+    take,
+)  # fmt: skip
+from tilewise.backends.cpu.parameters import LANES, SEGMENT, P
+
+if TYPE_CHECKING:
+    from tilewise.backends.cpu.isa import Isa
+
+f32 = types.float32
+HALF = BLOCK_ROWS // 2
+"""Rows summed one after another in dk and dv: half the block, for the digits."""
+call_slopes = indirect(types.void, 9)
+
+
+@kernel
+def build_outer(isa: Isa, micro: Micro) -> Any:
+    """outer(A, B, row of B in bytes, C, row of C in bytes, keys, columns): C[j] += sum_q A[j, q] B[q]."""
+    vectors, narrow, wide = isa.wide // isa.lanes, STRIP // isa.lanes, isa.wide
+    g6, g4, g2, g1 = (micro.product(r, vectors, "added") for r in (6, 4, 2, 1))
+    n6, n2, n1 = (micro.product(r, narrow, "added") for r in (6, 2, 1))
+
+    @njit(**JIT)
+    def half_outer(a, b, b_row, c, c_row, keys, columns):
+        d = 0
+        while d < columns:
+            j = 0
+            if wide > STRIP and columns - d < wide:
+                while j + 6 <= keys:
+                    n6(a + j * ROW, ROW, 4, b + d * 4, b_row, HALF, c + j * c_row + d * 4, c_row, 0)
+                    j += 6
+                while j + 2 <= keys:
+                    n2(a + j * ROW, ROW, 4, b + d * 4, b_row, HALF, c + j * c_row + d * 4, c_row, 0)
+                    j += 2
+                if j < keys:
+                    n1(a + j * ROW, ROW, 4, b + d * 4, b_row, HALF, c + j * c_row + d * 4, c_row, 0)
+                d += STRIP
+            else:
+                while j + 6 <= keys:
+                    g6(a + j * ROW, ROW, 4, b + d * 4, b_row, HALF, c + j * c_row + d * 4, c_row, 0)
+                    j += 6
+                if keys - j >= 4:
+                    g4(a + j * ROW, ROW, 4, b + d * 4, b_row, HALF, c + j * c_row + d * 4, c_row, 0)
+                    j += 4
+                if (keys - j) & 2:
+                    g2(a + j * ROW, ROW, 4, b + d * 4, b_row, HALF, c + j * c_row + d * 4, c_row, 0)
+                    j += 2
+                if (keys - j) & 1:
+                    g1(a + j * ROW, ROW, 4, b + d * 4, b_row, HALF, c + j * c_row + d * 4, c_row, 0)
+                d += wide
+
+    @njit(**JIT)
+    def outer(a, b, b_row, c, c_row, keys, columns):
+        half_outer(a, b, b_row, c, c_row, keys, columns)
+        half_outer(a + HALF * 4, b + HALF * b_row, b_row, c, c_row, keys, columns)
+
+    return outer
+
+
+def build_rows(isa: Isa, micro: Micro) -> Any:
+    """natural(addresses, dim, padded, to): 64 rows given by address as float32, zeros up to `padded` columns."""
+    lanes, size = isa.lanes, micro.size
+    widen_vector, element_load = micro.widen_vector, micro.element_load
+
+    @njit(**JIT)
+    def natural(addresses, dim, padded, to):
+        for x in range(BLOCK_ROWS):
+            source, row = load_i64(addresses, x), to + x * padded * 4
+            d = 0
+            while d + lanes <= dim:
+                widen_vector(source + d * size, row + d * 4)
+                d += lanes
+            while d < padded:
+                store_f32(row, d, element_load(source, d) if d < dim else f32(0.0))
+                d += 1
+
+    return natural
+
+
+@kernel
+def build_prepare(isa: Isa, micro: Micro, loops: Loops) -> Any:
+    """prepare(...): what a block of rows brings to each of its tiles."""
+    natural, pack, lane_dot, lanes = build_rows(isa, micro), loops.pack, micro.lane_dot, isa.lanes
+
+    @njit(**JIT)
+    def prepare(a, w, seg, tiles, first):
+        """The block of rows: q and do both ways, lse and delta = sum_d do out - dlse per lane.
+
+        delta is summed in the order in which dp is. Where `exact`, `statistics` follows."""
+        qt, gt, qn, gn, ot = tiles
+        dim, dim_v = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v)
+        group, packed = load_i64(a, P.group), load_i64(a, P.packed)
+        count = load_i64(seg, SEGMENT.rows) * (group if packed else 1) - first
+        tensor_b, row0 = load_i64(seg, SEGMENT.tensor_b), load_i64(seg, SEGMENT.row0)
+        for x in range(BLOCK_ROWS):
+            h, i = load_i32(w + LANES.h, x), row0 + load_i32(w + LANES.i, x)
+            at = tensor_b * load_i64(a, P.out_b) + h * load_i64(a, P.out_h) + i * load_i64(a, P.out_n)
+            store_i64(w + LANES.out_address, x, load_i64(a, P.out) + at)
+            lse = load_f32(load_i64(a, P.lse) + tensor_b * load_i64(a, P.lse_b) + h * load_i64(a, P.lse_h), i)
+            # A row that saw nothing has lse = -inf: +inf instead makes every weight 0. So do lanes past the end.
+            dead = x >= count or lse == f32(-math.inf)
+            store_f32(w + LANES.m, x, f32(math.inf) if dead else lse)
+        strips = BLOCK_ROWS // STRIP
+        pack(w + LANES.out_address, dim_v, ot, f32(1.0), strips)
+        for x in range(BLOCK_ROWS):
+            h, i = load_i32(w + LANES.h, x), row0 + load_i32(w + LANES.i, x)
+            at = tensor_b * load_i64(a, P.do_b) + h * load_i64(a, P.do_h) + i * load_i64(a, P.do_n)
+            store_i64(w + LANES.out_address, x, load_i64(a, P.do) + at)
+        pack(w + LANES.row_address, dim, qt, load_f32(a, 2 * P.scale), strips)
+        pack(w + LANES.out_address, dim_v, gt, f32(1.0), strips)
+        for x in range(0, BLOCK_ROWS, lanes):
+            lane_dot(gt + x * 4, ot + x * 4, dim_v, w + LANES.delta + x * 4)
+        dlse = load_i64(a, P.dlse)
+        for x in range(BLOCK_ROWS):
+            h, i = load_i32(w + LANES.h, x), row0 + load_i32(w + LANES.i, x)
+            delta = load_f32(w + LANES.delta, x)
+            if dlse:
+                delta -= load_f32(dlse + tensor_b * load_i64(a, P.dlse_b) + h * load_i64(a, P.dlse_h), i)
+            store_f32(w + LANES.delta, x, f32(0.0) if load_f32(w + LANES.m, x) == f32(math.inf) else delta)
+            store_f32(w + LANES.low, x, f32(0.0))
+            store_f32(
+                w + LANES.sink, x, load_f32(load_i64(a, P.sink), h) if load_i64(a, P.sink) else f32(-math.inf)
+            )
+        natural(w + LANES.row_address, dim, (dim + STRIP - 1) // STRIP * STRIP, qn)
+        natural(w + LANES.out_address, dim_v, (dim_v + STRIP - 1) // STRIP * STRIP, gn)
+
+    return prepare
+
+
+@kernel
+def build_statistics(isa: Isa, micro: Micro, loops: Loops) -> tuple[Any, ...]:
+    """products, fold, statistics, settle_rows, write_sink: scores, and what a row knows of all its keys."""
+    lanes, half = isa.lanes, micro.dtype != "fp32"
+    scores, widen, fill, drop = loops.scores, loops.widen, loops.fill, loops.drop
+    advance, exponentials = micro.advance, micro.exponentials
+    weigh, settle, sink_slope = micro.weigh, micro.settle, micro.sink_slope
+
+    @njit(**JIT)
+    def products(a, w, seg, tiles, buffers, run, sources):
+        """s and dp of one block of keys, and where k and v then stand: (k, row bytes).
+
+        run = (class, first key, keys); sources = (k, row bytes, v, row bytes, ...)."""
+        qt, gt = tiles[0], tiles[1]
+        s, dp, wide_k, wide_v = buffers
+        n = run[2]
+        k, k_row, v, v_row = sources[0], sources[1], sources[2], sources[3]
+        dim, dim_v = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v)
+        strips = BLOCK_ROWS // STRIP
+        if half:
+            widen(k, k_row, n, dim, wide_k)
+            widen(v, v_row, n, dim_v, wide_v)
+            k, k_row, v, v_row = wide_k, dim * 4, wide_v, dim_v * 4
+        fill(w + LANES.top, BLOCK_ROWS, f32(-math.inf))
+        scores(v, v_row, gt, dim_v, dp, w + LANES.alpha, n, strips)
+        scores(k, k_row, qt, dim, s, w + LANES.top, n, strips)
+        if load_i64(a, P.dropout):
+            drop(a, w, seg, dp, run[1], n, strips)
+        return k, k_row
+
+    @njit(**JIT)
+    def fold(a, w, s, run):
+        """Terms and mask over the tile of scores, by its class."""
+        code = load_i64(a, P.fold_full) if run[0] == FULL else load_i64(a, P.fold_partial)
+        if code:
+            call_fold(code, load_i64(a, P.spec), w, s, w + LANES.top, run[2], run[1], BLOCK_ROWS // STRIP)
+
+    @njit(**JIT)
+    def statistics(a, w, seg, tiles, buffers, run, sources):
+        """One block of keys into m, l and delta of the rows, afresh from q, k, v and do."""
+        s, dp = buffers[0], buffers[1]
+        products(a, w, seg, tiles, buffers, run, sources)
+        fold(a, w, s, run)
+        for x in range(0, BLOCK_ROWS, lanes):
+            at = w + x * 4
+            advance(at + LANES.top, at + LANES.m, at + LANES.pivot, at + LANES.l, at + LANES.alpha)
+        for x in range(0, BLOCK_ROWS, STRIP):
+            exponentials(s + x * 4, w + LANES.pivot + x * 4, w + LANES.l + x * 4, run[2])
+        for x in range(0, BLOCK_ROWS, lanes):
+            weigh(s + x * 4, dp + x * 4, w + LANES.alpha + x * 4, w + LANES.delta + x * 4, run[2])
+
+    @njit(**JIT)
+    def settle_rows(a, w, seg, first):
+        """After the statistics: m and ln l apart, delta with dlse; and lanes past the last row die."""
+        group, packed = load_i64(a, P.group), load_i64(a, P.packed)
+        count = load_i64(seg, SEGMENT.rows) * (group if packed else 1) - first
+        for x in range(0, BLOCK_ROWS, lanes):
+            at = w + x * 4
+            settle(at + LANES.m, at + LANES.l, at + LANES.sink, at + LANES.low, at + LANES.delta)
+        dlse = load_i64(a, P.dlse)
+        for x in range(BLOCK_ROWS):
+            if x >= count:
+                store_f32(w + LANES.m, x, f32(math.inf))
+            elif dlse:
+                h, i = load_i32(w + LANES.h, x), load_i64(seg, SEGMENT.row0) + load_i32(w + LANES.i, x)
+                at = (
+                    dlse + load_i64(seg, SEGMENT.tensor_b) * load_i64(a, P.dlse_b) + h * load_i64(a, P.dlse_h)
+                )
+                store_f32(w + LANES.delta, x, load_f32(w + LANES.delta, x) - load_f32(at, i))
+
+    @njit(**JIT)
+    def write_sink(a, w, seg, first):
+        """ds of the sink, row by row; every task that meets a row writes the same bits."""
+        group, packed = load_i64(a, P.group), load_i64(a, P.packed)
+        count = load_i64(seg, SEGMENT.rows) * (group if packed else 1) - first
+        for x in range(0, BLOCK_ROWS, lanes):
+            at = w + x * 4
+            sink_slope(at + LANES.sink, at + LANES.m, at + LANES.low, at + LANES.delta, at + LANES.pivot)
+        for x in range(min(count, BLOCK_ROWS)):
+            h, i = load_i32(w + LANES.h, x), load_i64(seg, SEGMENT.row0) + load_i32(w + LANES.i, x)
+            at = load_i64(seg, SEGMENT.tensor_b) * load_i64(a, P.sink_rows_b) + h * load_i64(a, P.sink_rows_h)
+            store_f32(load_i64(a, P.sink_rows) + at, i, load_f32(w + LANES.pivot, x))
+
+    return products, fold, statistics, settle_rows, write_sink
+
+
+@kernel
+def build_write_keys(isa: Isa, micro: Micro) -> Any:
+    """write_keys(...): finished rows of dk or dv."""
+    lanes, size = isa.lanes, micro.size
+    narrow_vector, element_store = micro.narrow_vector, micro.element_store
+
+    @njit(**JIT)
+    def write_keys(a, source, padded, dim, to, row_bytes, keys, factor):
+        wrong = 0
+        for j in range(keys):
+            d = 0
+            while d + lanes <= dim:
+                wrong |= narrow_vector(source + (j * padded + d) * 4, to + j * row_bytes + d * size, factor)
+                d += lanes
+            while d < dim:
+                value = load_f32(source, j * padded + d) * factor
+                wrong |= 0 if value - value == f32(0.0) else 1
+                element_store(to + j * row_bytes, d, value)
+                d += 1
+        if wrong:
+            store_i64(a, P.flag, 1)
+
+    return write_keys
+
+
+@kernel
+def build_backward(isa: Isa, dtype: str) -> Any:
+    """The worker of the backward pass: worker(parameters)."""
+    micro = Micro(isa, dtype)
+    loops = build_loops(isa, micro)
+    outer, prepare = build_outer(isa, micro), build_prepare(isa, micro, loops)
+    products, fold, statistics, settle_rows, write_sink = build_statistics(isa, micro, loops)
+    lanes, half = isa.lanes, dtype != "fp32"
+    weighted, fill, drop = loops.weighted, loops.fill, loops.drop
+    segment_of, set_lanes, next_run = loops.segment_of, loops.set_lanes, loops.next_run
+    slopes, write_keys = micro.slopes, build_write_keys(isa, micro)
+
+    @njit(**JIT)
+    def tile(a, w, seg, tiles, buffers, run, sources, task):
+        """One block of keys: p and ds from s and dp, then the three products.
+
+        sources = (k, row bytes, v, row bytes, dk rows, dv rows, dq tile)."""
+        qn, gn = tiles[2], tiles[3]
+        s, dp = buffers[0], buffers[1]
+        n = run[2]
+        sum_k, sum_v, dq = sources[4], sources[5], sources[6]
+        dim, dim_v = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v)
+        padded, padded_v = (dim + STRIP - 1) // STRIP * STRIP, (dim_v + STRIP - 1) // STRIP * STRIP
+        strips = BLOCK_ROWS // STRIP
+        k, k_row = products(a, w, seg, tiles, buffers, run, sources)
+        slope = load_i64(a, P.slopes_full if run[0] == FULL else P.slopes_partial)
+        if slope:
+            call_slopes(
+                slope, load_i64(a, P.spec), w, s, dp, n, run[1], strips, load_i64(a, P.leaf_parts), task
+            )
+        else:
+            fold(a, w, s, run)
+            for x in range(0, BLOCK_ROWS, lanes):
+                at = w + x * 4
+                slopes(s + x * 4, dp + x * 4, at + LANES.m, at + LANES.low, at + LANES.delta, n)
+        if load_i64(a, P.dropout):
+            drop(a, w, seg, s, run[1], n, strips)
+        outer(s, gn, padded_v * 4, sum_v, padded_v * 4, n, padded_v)
+        outer(dp, qn, padded * 4, sum_k, padded * 4, n, padded)
+        fill(w + LANES.alpha, BLOCK_ROWS, f32(1.0))
+        weighted(k, k_row, dp, n, dq, w + LANES.alpha, dim, strips)
+
+    @njit(**JIT)
+    def keys_of(a, w, seg, unit, split, span, task):
+        """One super-block of keys [span[0], span[1]) of one KV head against all rows of its group."""
+        dim, dim_v, block = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v), load_i64(a, P.key_block)
+        padded, padded_v = (dim + STRIP - 1) // STRIP * STRIP, (dim_v + STRIP - 1) // STRIP * STRIP
+        qt = w + LANES.tile
+        gt = qt + dim * ROW
+        qn = gt + dim_v * ROW
+        gn = qn + padded * ROW
+        ot = gn + padded_v * ROW
+        s = ot + dim_v * ROW
+        dp = s + block * ROW
+        wide_k = dp + block * ROW
+        wide_v = wide_k + (block * dim * 4 if half else 0)
+        sum_k = wide_v + (block * dim_v * 4 if half else 0)
+        sum_v = sum_k + load_i64(a, P.superblock) * padded * 4
+        keys = span[1] - span[0]
+        fill(sum_k, keys * padded, f32(0.0))
+        fill(sum_v, keys * padded_v, f32(0.0))
+        group, packed = load_i64(a, P.group), load_i64(a, P.packed)
+        total = load_i64(seg, SEGMENT.rows) * (group if packed else 1)
+        blocks = (total + BLOCK_ROWS - 1) // BLOCK_ROWS
+        tensor_b, key0 = load_i64(seg, SEGMENT.tensor_b), load_i64(seg, SEGMENT.key0)
+        k_row, v_row = load_i64(a, P.k_n), load_i64(a, P.v_n)
+        k = load_i64(a, P.k) + tensor_b * load_i64(a, P.k_b) + unit * load_i64(a, P.k_h) + key0 * k_row
+        v = load_i64(a, P.v) + tensor_b * load_i64(a, P.v_b) + unit * load_i64(a, P.v_h) + key0 * v_row
+        exact = load_i64(a, P.exact) and load_i64(seg, SEGMENT.keys) <= load_i64(a, P.superblock)
+        for member in range(1 if packed else group):
+            head = unit if packed else unit * group + member
+            dq = load_i64(a, P.part_dq) + split * load_i64(a, P.total_rows) * dim * ROW
+            dq += (load_i64(seg, SEGMENT.first_tile) + head * blocks) * dim * ROW
+            for number in range(blocks):
+                rows = set_lanes(a, w, seg, head, number * BLOCK_ROWS)
+                ready = False
+                # With `exact` the rows' statistics come first: they are pass 0, their gradients pass 1.
+                for step in range(0 if exact else 1, 2):
+                    j = span[0]
+                    while j < span[1]:
+                        kind, n = next_run(a, w, rows, j, span[1], block)
+                        if kind != EMPTY:
+                            if not ready:
+                                prepare(a, w, seg, (qt, gt, qn, gn, ot), number * BLOCK_ROWS)
+                                if step == 0:
+                                    fill(w + LANES.m, BLOCK_ROWS, f32(-math.inf))
+                                    fill(w + LANES.l, BLOCK_ROWS, f32(0.0))
+                                    fill(w + LANES.delta, BLOCK_ROWS, f32(0.0))
+                                elif load_i64(a, P.sink):
+                                    write_sink(a, w, seg, number * BLOCK_ROWS)
+                                ready = True
+                            at = j - span[0]
+                            sums = (
+                                sum_k + at * padded * 4,
+                                sum_v + at * padded_v * 4,
+                                dq + number * dim * ROW,
+                            )
+                            sources = (k + j * k_row, k_row, v + j * v_row, v_row, *sums)
+                            buffers = (s, dp, wide_k, wide_v)
+                            if step == 0:
+                                statistics(a, w, seg, (qt, gt, qn, gn), buffers, (kind, j, n), sources)
+                            else:
+                                tile(a, w, seg, (qt, gt, qn, gn), buffers, (kind, j, n), sources, task)
+                        j += n
+                    if step == 0 and ready:
+                        settle_rows(a, w, seg, number * BLOCK_ROWS)
+                        if load_i64(a, P.sink):
+                            write_sink(a, w, seg, number * BLOCK_ROWS)
+        first = key0 + span[0]
+        to = (
+            load_i64(a, P.dk)
+            + tensor_b * load_i64(a, P.dk_b)
+            + unit * load_i64(a, P.dk_h)
+            + first * load_i64(a, P.dk_n)
+        )
+        write_keys(a, sum_k, padded, dim, to, load_i64(a, P.dk_n), keys, load_f32(a, 2 * P.scale))
+        to = (
+            load_i64(a, P.dv)
+            + tensor_b * load_i64(a, P.dv_b)
+            + unit * load_i64(a, P.dv_h)
+            + first * load_i64(a, P.dv_n)
+        )
+        write_keys(a, sum_v, padded_v, dim_v, to, load_i64(a, P.dv_n), keys, f32(1.0))
+
+    def backward(a):
+        w = load_i64(a, P.scratch) + take(a + P.thread * 8) * load_i64(a, P.scratch_bytes)
+        group, packed, dim = load_i64(a, P.group), load_i64(a, P.packed), load_i64(a, P.head_dim)
+        while True:
+            task = take(a + P.task * 8)
+            if task >= load_i64(a, P.num_tasks):
+                break
+            seg = segment_of(a, task)
+            keys, chunk = load_i64(seg, SEGMENT.keys), load_i64(seg, SEGMENT.chunk)
+            splits = load_i64(seg, SEGMENT.splits)
+            local = task - load_i64(seg, SEGMENT.first_task)
+            split, unit = local % splits, local // splits
+            total = load_i64(seg, SEGMENT.rows) * (group if packed else 1)
+            blocks = (total + BLOCK_ROWS - 1) // BLOCK_ROWS
+            members = 1 if packed else group
+            part = load_i64(a, P.part_dq) + split * load_i64(a, P.total_rows) * dim * ROW
+            part += (load_i64(seg, SEGMENT.first_tile) + unit * members * blocks) * dim * ROW
+            fill(part, members * blocks * dim * BLOCK_ROWS, f32(0.0))
+            j, end = split * chunk, min(keys, split * chunk + chunk)
+            while j < end:
+                stop = min(end, j + load_i64(a, P.superblock))
+                keys_of(a, w, seg, unit, split, (j, stop), task)
+                j = stop
+
+    return backward
+
+
+@kernel
+def build_finish(isa: Isa, dtype: str) -> Any:
+    """The worker that adds the splits of dq in order and writes it, one segment and head (or group) a task."""
+    micro = Micro(isa, dtype)
+    loops = build_loops(isa, micro)
+    lanes, set_lanes, fill = isa.lanes, loops.set_lanes, loops.fill
+    unpack, element_store, add_vector = micro.unpack_square(dtype), micro.element_store, micro.add_vector
+    size = micro.size
+
+    def finish(a):
+        w = load_i64(a, P.scratch) + take(a + P.thread * 8) * load_i64(a, P.scratch_bytes)
+        group, packed, dim = load_i64(a, P.group), load_i64(a, P.packed), load_i64(a, P.head_dim)
+        units = load_i64(a, P.heads_kv) if packed else load_i64(a, P.heads)
+        stride = load_i64(a, P.total_rows) * dim * ROW
+        fill(w + LANES.inverse, BLOCK_ROWS, load_f32(a, 2 * P.scale))
+        while True:
+            task = take(a + P.task * 8)
+            if task >= load_i64(a, P.num_segments) * units:
+                break
+            seg, unit = load_i64(a, P.segments) + task // units * SEGMENT.size * 8, task % units
+            total = load_i64(seg, SEGMENT.rows) * (group if packed else 1)
+            blocks = (total + BLOCK_ROWS - 1) // BLOCK_ROWS
+            wrong = 0
+            for number in range(blocks):
+                set_lanes(a, w, seg, unit, number * BLOCK_ROWS)
+                tile = (
+                    load_i64(a, P.part_dq)
+                    + (load_i64(seg, SEGMENT.first_tile) + unit * blocks + number) * dim * ROW
+                )
+                for split in range(1, load_i64(seg, SEGMENT.splits)):
+                    for x in range(0, dim * BLOCK_ROWS, lanes):
+                        add_vector(tile + x * 4, tile + split * stride + x * 4)
+                b, row0 = load_i64(seg, SEGMENT.tensor_b), load_i64(seg, SEGMENT.row0)
+                count = min(BLOCK_ROWS, total - number * BLOCK_ROWS)
+                for x in range(BLOCK_ROWS):
+                    at = b * load_i64(a, P.dq_b) + load_i32(w + LANES.h, x) * load_i64(a, P.dq_h)
+                    at += (row0 + load_i32(w + LANES.i, x)) * load_i64(a, P.dq_n)
+                    store_i64(w + LANES.out_address, x, load_i64(a, P.dq) + at)
+                d = 0
+                while d + lanes <= dim:
+                    for x in range(0, BLOCK_ROWS, lanes):
+                        place = w + LANES.out_address + x * 8
+                        wrong |= unpack(
+                            tile + d * ROW + x * 4, w + LANES.inverse + x * 4, place, d * size, count - x
+                        )
+                    d += lanes
+                while d < dim:
+                    for x in range(count):
+                        value = load_f32(tile + d * ROW, x) * load_f32(a, 2 * P.scale)
+                        wrong |= 0 if value - value == f32(0.0) else 1
+                        element_store(load_i64(w + LANES.out_address, x), d, value)
+                    d += 1
+            if wrong:
+                store_i64(a, P.flag, 1)
+
+    return finish

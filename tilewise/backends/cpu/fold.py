@@ -1,0 +1,193 @@
+"""A spec's compiled code: classify a tile, fold the terms and the mask over a score tile.
+
+    classify(spec, scratch, i0, i1, j0, j1) -> 0 EMPTY, 1 PARTIAL, 2 FULL          rows and columns inclusive
+    fold_full, fold_partial(spec, scratch, s, top, keys, j0, strips)               terms; terms and mask
+    slopes_*: see `fold_slopes`
+
+No function knows a feature by name: they are the trees of the spec, printed. One object serves every length,
+number of heads, window or slope; another tree, another element type of a leaf or another target is another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import llvmlite.ir as ir
+
+from tilewise.backends.cpu import machine_code
+from tilewise.backends.cpu.isa import STRIP
+from tilewise.backends.cpu.parameters import LANE as ROW
+from tilewise.backends.cpu.parameters import LANES, NUMBER, TABLE
+from tilewise.backends.cpu.print_interval import IntervalPrinter, needs_table
+from tilewise.backends.cpu.print_vector import KEY, LANE, VectorPrinter, ranks
+from tilewise.backends.cpu.words import I32, I64, Words
+from tilewise.spec import expression as ex
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tilewise.backends.cpu.isa import Isa
+    from tilewise.backends.cpu.slots import Slots
+    from tilewise.spec.attention import AttentionSpec
+    from tilewise.spec.expression import Node
+
+TABLE_TILE = 64
+S = ex.variable("s")
+
+
+class Tile:
+    """The loop nest of a fold: strips of rows, then keys, with the printer's nodes placed as far out as they go."""
+
+    def __init__(
+        self, function: ir.Function, isa: Isa, slots: Slots, packed: bool, roots: tuple[Node, ...]
+    ) -> None:
+        self.b = ir.IRBuilder(function.append_basic_block("entry"))
+        self.w = Words(self.b, isa.lanes, isa.half)
+        self.order = ex.topological(*roots)
+        self.rank = ranks(self.order, packed)
+        self.vectors = STRIP // isa.lanes
+        self.spec, self.scratch = function.args[0], function.args[1]
+        self.slots, self.packed = slots, packed
+
+    def _printer(self, base: VectorPrinter | None = None) -> VectorPrinter:
+        printer = VectorPrinter(self.w, self.slots, self.rank, self.spec, self.scratch)
+        if base is not None:
+            printer.values, printer.variables = dict(base.values), dict(base.variables)
+        return printer
+
+    def _emit(self, printer: VectorPrinter, rank: int) -> None:
+        for node in self.order:
+            if self.rank[node] == rank and node is not S:
+                printer.emit(node)
+
+    @contextlib.contextmanager
+    def loop(self, count: ir.Value, name: str) -> Iterator[ir.Value]:
+        """for index in range(count), int64."""
+        b = self.b
+        before = b.block
+        head, body, after = (b.append_basic_block(f"{name}_{part}") for part in ("head", "body", "after"))
+        b.branch(head)
+        b.position_at_end(head)
+        index = b.phi(I64, name)
+        index.add_incoming(I64(0), before)
+        b.cbranch(b.icmp_signed("<", index, count), body, after)
+        b.position_at_end(body)
+        yield index
+        index.add_incoming(b.add(index, I64(1)), b.block)
+        b.branch(head)
+        b.position_at_end(after)
+
+    def lanes_of(self, outer: VectorPrinter, strip: ir.Value) -> list[VectorPrinter]:
+        """A printer for each vector of the strip, with what depends on the rows alone."""
+        found = []
+        for v in range(self.vectors):
+            at = self.b.add(self.b.mul(strip, I64(4 * STRIP)), I64(v * 4 * self.w.lanes))
+            at = self.b.add(self.scratch, at)
+            printer = self._printer(outer)
+            for name, place in (("i", LANES.i), ("q", LANES.q), ("h", LANES.h)):
+                if name != "h" or self.packed:
+                    printer.variables[name] = self.w.load(at, place, self.w.i)
+            self._emit(printer, LANE)
+            found.append(printer)
+        return found
+
+    def prologue(self) -> VectorPrinter:
+        """What depends on no row and no key."""
+        outer = self._printer()
+        self._emit(outer, 0)
+        return outer
+
+    def key(self, outer: VectorPrinter, column: ir.Value) -> dict[Node, ir.Value]:
+        """What depends on the key alone, as scalars."""
+        printer = self._printer(outer)
+        j = self.b.trunc(column, I32)
+        printer.variables["j"] = j
+        printer.variables["k"] = self.b.add(j, printer.number(NUMBER.k_offset))
+        self._emit(printer, KEY)
+        return printer.values
+
+    def pair(self, rows: VectorPrinter, keys: dict[Node, ir.Value], s: ir.Value | None) -> VectorPrinter:
+        """What depends on both, for one vector of pairs whose score is s."""
+        printer = self._printer(rows)
+        printer.values.update(keys)
+        printer.values.update(rows.values)
+        if s is not None:
+            printer.values[S] = s
+        self._emit(printer, LANE | KEY)
+        return printer
+
+
+def _function(module: ir.Module, name: str, count: int, result: ir.Type) -> ir.Function:
+    return ir.Function(module, ir.FunctionType(result, [I64] * count), name)
+
+
+def print_fold(
+    module: ir.Module, name: str, isa: Isa, slots: Slots, packed: bool, spec: AttentionSpec, masked: bool
+) -> None:
+    """s = the terms' score, -inf where the mask hides; top = the larger of itself and each row's maximum."""
+    function = _function(module, name, 7, ir.VoidType())
+    score = S if spec.score is None else spec.score
+    roots = (score, spec.keep) if masked and spec.keep is not None else (score,)
+    tile = Tile(function, isa, slots, packed, roots)
+    b, w = tile.b, tile.w
+    _, _, s, top, keys, first, strips = function.args
+    highest = [b.alloca(w.f) for _ in range(tile.vectors)]
+    outer = tile.prologue()
+    step = 4 * w.lanes
+    with tile.loop(strips, "strip") as strip:
+        at = b.mul(strip, I64(4 * STRIP))
+        rows = tile.lanes_of(outer, strip)
+        for cell in highest:
+            b.store(w.k(float("-inf")), cell)
+        with tile.loop(keys, "key") as key:
+            shared = tile.key(outer, b.add(first, key))
+            row = b.add(s, b.add(b.mul(key, I64(ROW)), at))
+            for v in range(tile.vectors):
+                printer = tile.pair(rows[v], shared, w.load(row, v * step))
+                value = printer.vector(score)
+                if len(roots) > 1:
+                    value = b.select(printer.vector(roots[1]), value, w.k(float("-inf")))
+                w.store(value, row, v * step)
+                b.store(w.maximum(value, b.load(highest[v])), highest[v])
+        for v in range(tile.vectors):
+            w.store(b.load(highest[v]), b.add(top, at), v * step)
+    b.ret_void()
+
+
+def print_classify(module: ir.Module, slots: Slots, packed: bool, keep: Node) -> None:
+    """The class of one tile, by intervals or from the host's table."""
+    function = _function(module, "classify", 6, I64)
+    b = ir.IRBuilder(function.append_basic_block("entry"))
+    if not needs_table(keep):
+        b.ret(IntervalPrinter(b, slots, packed, tuple(function.args)).classify(keep))
+        return
+    w = Words(b, 4)
+    _, scratch, i0, _, j0, _ = function.args
+    table = w.load(scratch, LANES.numbers + 8 * TABLE.address, I64)
+    columns = w.load(scratch, LANES.numbers + 8 * TABLE.columns, I64)
+    at = b.add(b.mul(b.udiv(i0, I64(TABLE_TILE)), columns), b.udiv(j0, I64(TABLE_TILE)))
+    b.ret(b.zext(w.load(table, at, ir.IntType(8)), I64))
+
+
+def forward_code(isa: Isa, spec: AttentionSpec, slots: Slots, packed: bool) -> dict[str, int]:
+    """Addresses of classify, fold_full and fold_partial; those the spec does not need are missing."""
+    wanted = []
+    if spec.keep is not None:
+        wanted += ["classify", "fold_partial"]
+    if spec.score is not None:
+        wanted.append("fold_full")
+    if not wanted:
+        return {}
+
+    def make() -> str:
+        module = ir.Module("fold")
+        if spec.keep is not None:
+            print_classify(module, slots, packed, spec.keep)
+            print_fold(module, "fold_partial", isa, slots, packed, spec, True)
+        if spec.score is not None:
+            print_fold(module, "fold_full", isa, slots, packed, spec, False)
+        return machine_code.optimise(isa, module)
+
+    name = f"fold {packed} {slots.text} {spec.text}"
+    return machine_code.load(isa, name, tuple(wanted), make)

@@ -1,0 +1,177 @@
+"""A spec's compiled code of the backward pass: through the score terms, to their leaves.
+
+    slopes_full, slopes_partial(spec, scratch, s, dp, keys, j0, strips, grads, task)
+
+turn a tile of raw scores and of dp into p and ds0 = p (dp - delta) d score / d s, and add ds d score / d leaf to
+the gradients of the leaves: `grads` is int64, per leaf (address, bytes of one task's part, byte stride per
+dimension). What is one number for the rows or the keys is summed in registers first; a gather is transposed to
+additions in the order of the tile. A task owns what it adds to, so bits do not depend on threads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import llvmlite.ir as ir
+
+from tilewise.backends.cpu import machine_code
+from tilewise.backends.cpu.fold import S, Tile
+from tilewise.backends.cpu.isa import STRIP
+from tilewise.backends.cpu.parameters import LANE as ROW
+from tilewise.backends.cpu.parameters import LANES
+from tilewise.backends.cpu.print_vector import KEY, LANE
+from tilewise.backends.cpu.words import F32, I32, I64
+from tilewise.spec.derivative import differentiate
+
+if TYPE_CHECKING:
+    from tilewise.backends.cpu.isa import Isa
+    from tilewise.backends.cpu.print_vector import VectorPrinter
+    from tilewise.backends.cpu.slots import Slots
+    from tilewise.spec.attention import AttentionSpec
+    from tilewise.spec.expression import Node
+
+
+def grad_slots(slots: Slots) -> tuple[int, ...]:
+    """Where each leaf's entry begins in the table of gradients."""
+    at, found = 0, []
+    for rank in slots.ranks:
+        found.append(at)
+        at += 2 + rank
+    return tuple(found)
+
+
+class Site:
+    """One load whose leaf wants a gradient: where its sums go."""
+
+    def __init__(self, tile: Tile, node: Node, adjoint: Node, grads: ir.Value, task: ir.Value) -> None:
+        self.tile, self.node, self.adjoint = tile, node, adjoint
+        self.b, self.w = tile.b, tile.w
+        rank = 0
+        for index in node.args:
+            rank |= tile.rank[index]
+        self.per_key, self.per_lane = bool(rank & KEY), bool(rank & LANE)
+        self.at = grad_slots(tile.slots)[int(node.value)]  # type: ignore[arg-type]
+        self.grads = grads
+        # Address and strides are read once, before the loops.
+        base = self.w.load(grads, 8 * self.at, I64)
+        self.base = self.b.add(base, self.b.mul(task, self.w.load(grads, 8 * (self.at + 1), I64)))
+        self.strides = [self.w.load(grads, 8 * (self.at + 2 + n), I64) for n in range(len(node.args))]
+        self.sums = [self.b.alloca(self.w.f) for _ in range(tile.vectors)]
+
+    def clear(self) -> None:
+        for cell in self.sums:
+            self.b.store(self.w.k(0.0), cell)
+
+    def add(self, v: int, printer: VectorPrinter, value: ir.Value) -> None:
+        """One vector of contributions."""
+        if not self.per_key:
+            self.b.store(self.b.fadd(self.b.load(self.sums[v]), value), self.sums[v])
+        else:
+            self._scatter(printer, value)
+
+    def flush(self, rows: list[VectorPrinter]) -> None:
+        """The strip is done: what was summed over its keys."""
+        if not self.per_key:
+            for v, printer in enumerate(rows):
+                self._scatter(printer, self.b.load(self.sums[v]))
+
+    def _scatter(self, printer: VectorPrinter, value: ir.Value) -> None:
+        base, lanes = self._offset(printer)
+        if lanes is None:
+            self._accumulate(base, self.w.sum(value))
+            return
+        for lane in range(self.w.lanes):
+            step = self.b.extract_element(lanes, I32(lane))
+            self._accumulate(self.b.add(base, step), self.b.extract_element(value, I32(lane)))
+
+    def _offset(self, printer: VectorPrinter) -> tuple[ir.Value, ir.Value | None]:
+        b, base, lanes = self.b, self.base, None
+        slot = self.tile.slots.leaf_at[int(self.node.value)]  # type: ignore[arg-type]
+        wide = ir.VectorType(I64, self.w.lanes)
+        for n, index in enumerate(self.node.args):
+            last = b.sub(b.trunc(printer.slot(slot + 1 + 2 * n), I32), I32(1))
+            if not printer.is_vector(index):
+                inside = printer._clamp(printer.values[index], last, I32(0))
+                base = b.add(base, b.mul(b.sext(inside, I64), self.strides[n]))
+                continue
+            inside = printer._clamp(printer.values[index], self.w.splat(last), self.w.n(0))
+            step = b.mul(b.sext(inside, wide), self.w.splat(self.strides[n]))
+            lanes = step if lanes is None else b.add(lanes, step)
+        return base, lanes
+
+    def _accumulate(self, address: ir.Value, value: ir.Value) -> None:
+        pointer = self.b.inttoptr(address, F32.as_pointer())
+        self.b.store(self.b.fadd(self.b.load(pointer, align=4), value), pointer, align=4)
+
+
+def print_slopes(
+    module: ir.Module,
+    name: str,
+    isa: Isa,
+    slots: Slots,
+    packed: bool,
+    spec: AttentionSpec,
+    masked: bool,
+    wanted: tuple[bool, ...],
+) -> None:
+    """One of slopes_full and slopes_partial; `wanted` says which leaves get gradients."""
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 9), name)
+    score = spec.score if spec.score is not None else S
+    derivative = differentiate(score)
+    loads = [(node, adjoint) for node, adjoint in derivative.loads if wanted[int(node.value)]]  # type: ignore[arg-type]
+    keep = spec.keep if masked else None
+    indices = [index for node, _ in loads for index in node.args]
+    roots = (score, derivative.s, *((keep,) if keep is not None else ()), *(a for _, a in loads), *indices)
+    tile = Tile(function, isa, slots, packed, roots)
+    b, w = tile.b, tile.w
+    _, scratch, s, dp, keys, first, strips, grads, task = function.args
+    step = 4 * w.lanes
+    sites = [Site(tile, node, adjoint, grads, task) for node, adjoint in loads]
+    outer = tile.prologue()
+    with tile.loop(strips, "strip") as strip:
+        at = b.mul(strip, I64(4 * STRIP))
+        rows = tile.lanes_of(outer, strip)
+        here = b.add(scratch, at)
+        m = [w.load(here, LANES.m + v * step) for v in range(tile.vectors)]
+        low = [w.load(here, LANES.low + v * step) for v in range(tile.vectors)]
+        delta = [w.load(here, LANES.delta + v * step) for v in range(tile.vectors)]
+        for site in sites:
+            site.clear()
+        with tile.loop(keys, "key") as key:
+            shared = tile.key(outer, b.add(first, key))
+            offset = b.add(b.mul(key, I64(ROW)), at)
+            for v in range(tile.vectors):
+                place = b.add(offset, I64(v * step))
+                printer = tile.pair(rows[v], shared, w.load(s, place))
+                value = printer.vector(score)
+                if keep is not None:
+                    value = b.select(printer.vector(keep), value, w.k(float("-inf")))
+                p = w.weight(b.fsub(b.fsub(value, m[v]), low[v]))
+                # Where the weight is 0 the pair is hidden or might as well be: a slope without bound must not enter.
+                dead = b.fcmp_ordered("==", p, w.k(0.0))
+                ds = b.fmul(p, b.fsub(w.load(dp, place), delta[v]))
+                for site in sites:
+                    part = b.fmul(ds, printer.vector(site.adjoint))
+                    site.add(v, printer, b.select(dead, w.k(0.0), part))
+                w.store(p, s, place)
+                w.store(b.select(dead, w.k(0.0), b.fmul(ds, printer.vector(derivative.s))), dp, place)
+        for site in sites:
+            site.flush(rows)
+    b.ret_void()
+
+
+def backward_code(
+    isa: Isa, spec: AttentionSpec, slots: Slots, packed: bool, wanted: tuple[bool, ...]
+) -> dict[str, int]:
+    """Addresses of slopes_full and slopes_partial; none for a spec without terms."""
+    if spec.score is None:
+        return {}
+    symbols = ("slopes_full", *(("slopes_partial",) if spec.keep is not None else ()))
+
+    def make() -> str:
+        module = ir.Module("slopes")
+        for symbol in symbols:
+            print_slopes(module, symbol, isa, slots, packed, spec, symbol == "slopes_partial", wanted)
+        return machine_code.optimise(isa, module)
+
+    return machine_code.load(isa, f"slopes {packed} {wanted} {slots.text} {spec.text}", symbols, make)

@@ -1,0 +1,276 @@
+"""The forward tile loops in Numba.
+
+One task is a segment, a head and 64 rows of q (the rows of a whole group of heads where there are few), over
+one chunk of the keys. Loop order: keys inner; (m, l, acc) stay in the thread's scratch:
+
+    score tile -> fold terms and, on PARTIAL tiles, the mask -> absorb
+
+Memory of a thread: q and acc transposed, (D + D_v) x 64 float32, and a score tile of `key_block` x 64; 2-byte
+types add a float32 copy of the block's keys and values. Everything stays in the second-level cache.
+
+Source: Dao et al., FlashAttention-2, 2023, algorithm 1, https://arxiv.org/abs/2307.08691; with transposed
+tiles, so that the softmax needs no horizontal reduction.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from numba import njit
+
+from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP
+from tilewise.backends.cpu.loops import EMPTY, FULL, JIT, build_loops, call_fold, f32, kernel
+from tilewise.backends.cpu.micro import ROW, Micro, load_f32, load_i32, load_i64, store_f32, store_i64, take
+from tilewise.backends.cpu.parameters import LANES, SEGMENT, P
+
+if TYPE_CHECKING:
+    from tilewise.backends.cpu.isa import Isa
+
+
+@kernel
+def build_write(isa: Isa, micro: Micro) -> Any:
+    """write(...): finished rows of a task to where they belong."""
+    lanes, micro_size = isa.lanes, micro.size
+    unpack_narrow, unpack_wide = micro.unpack_square(micro.dtype), micro.unpack_square("fp32")
+    element_store, close = micro.element_store, micro.close
+
+    @njit(**JIT)
+    def write(a, w, seg, split, count, strips):
+        """The finished rows: to out and lse, or to this split's part in float32."""
+        dim, dim_v = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v)
+        acc = w + LANES.tile + dim * ROW
+        heads, total, tensor_b = (
+            load_i64(a, P.heads),
+            load_i64(a, P.total_rows),
+            load_i64(seg, SEGMENT.tensor_b),
+        )
+        part, sink = load_i64(seg, SEGMENT.splits) > 1, load_i64(a, P.sink)
+        for x in range(strips * STRIP):
+            h = load_i32(w + LANES.h, x)
+            row = load_i64(seg, SEGMENT.row0) + load_i32(w + LANES.i, x)
+            logit = f32(-math.inf)
+            if part:
+                flat = (split * heads + h) * total + tensor_b * load_i64(seg, SEGMENT.rows) + row
+                store_i64(w + LANES.out_address, x, load_i64(a, P.part_out) + flat * dim_v * 4)
+            else:
+                at = tensor_b * load_i64(a, P.out_b) + h * load_i64(a, P.out_h) + row * load_i64(a, P.out_n)
+                store_i64(w + LANES.out_address, x, load_i64(a, P.out) + at)
+                if sink:
+                    logit = load_f32(sink, h)
+            store_f32(w + LANES.sink, x, logit)
+        for x in range(0, strips * STRIP, lanes):
+            at = w + x * 4
+            close(at + LANES.m, at + LANES.l, at + LANES.sink, at + LANES.inverse, at + LANES.lse)
+        for x in range(count):
+            h = load_i32(w + LANES.h, x)
+            row = load_i64(seg, SEGMENT.row0) + load_i32(w + LANES.i, x)
+            if part:
+                flat = (split * heads + h) * total + tensor_b * load_i64(seg, SEGMENT.rows) + row
+                store_f32(load_i64(a, P.part_lse), flat, load_f32(w + LANES.lse, x))
+            else:
+                at = load_i64(a, P.lse) + tensor_b * load_i64(a, P.lse_b) + h * load_i64(a, P.lse_h)
+                store_f32(at, row, load_f32(w + LANES.lse, x))
+        wide_out = part or load_i64(a, P.wide_out)
+        wrong = 0
+        d = 0
+        while d + lanes <= dim_v:
+            for x in range(0, strips * STRIP, lanes):
+                tile, inverse, to = (
+                    acc + d * ROW + x * 4,
+                    w + LANES.inverse + x * 4,
+                    w + LANES.out_address + x * 8,
+                )
+                if wide_out:
+                    wrong |= unpack_wide(tile, inverse, to, d * 4, count - x)
+                else:
+                    wrong |= unpack_narrow(tile, inverse, to, d * micro_size, count - x)
+            d += lanes
+        while d < dim_v:
+            for x in range(count):
+                inverse = load_f32(w + LANES.inverse, x)
+                value = load_f32(acc + d * ROW, x) * inverse if inverse != f32(0.0) else f32(0.0)
+                wrong |= 0 if value - value == f32(0.0) else 1
+                if wide_out:
+                    store_f32(load_i64(w + LANES.out_address, x), d, value)
+                else:
+                    element_store(load_i64(w + LANES.out_address, x), d, value)
+            d += 1
+        if wrong:
+            store_i64(a, P.flag, 1)
+
+    return write
+
+
+@kernel
+def build_forward(isa: Isa, dtype: str) -> Any:
+    """The worker of the forward pass: worker(parameters)."""
+    micro = Micro(isa, dtype)
+    loops = build_loops(isa, micro)
+    lanes, half = isa.lanes, dtype != "fp32"
+    scores, weighted, widen, fill, drop = loops.scores, loops.weighted, loops.widen, loops.fill, loops.drop
+    segment_of, set_lanes, pack, next_run = loops.segment_of, loops.set_lanes, loops.pack, loops.next_run
+    advance, exponentials, write = micro.advance, micro.exponentials, build_write(isa, micro)
+
+    @njit(**JIT)
+    def absorb(a, w, seg, tiles, column, v, strips):
+        """One block into (m, l, acc): tiles = (score tile, acc, scratch for v), column = (first key, keys)."""
+        s, acc, spare = tiles
+        j, keys = column
+        for x in range(0, strips * STRIP, lanes):
+            at = w + x * 4
+            advance(at + LANES.top, at + LANES.m, at + LANES.pivot, at + LANES.l, at + LANES.alpha)
+        for strip in range(strips):
+            at = w + strip * STRIP * 4
+            exponentials(s + strip * STRIP * 4, at + LANES.pivot, at + LANES.l, keys)
+        if load_i64(a, P.dropout):
+            drop(a, w, seg, s, j, keys, strips)
+        dim_v, v_row = load_i64(a, P.head_dim_v), load_i64(a, P.v_n)
+        at = v + j * v_row
+        if half:
+            widen(at, v_row, keys, dim_v, spare)
+            at, v_row = spare, dim_v * 4
+        weighted(at, v_row, s, keys, acc, w + LANES.alpha, dim_v, strips)
+
+    @njit(**JIT)
+    def attend(a, w, seg, rows, heads, keys, strips):
+        """All blocks of the keys [keys[0], keys[1]) for the block of rows set up in the scratch."""
+        dim, dim_v, block = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v), load_i64(a, P.key_block)
+        qt = w + LANES.tile
+        acc = qt + dim * ROW
+        s = acc + dim_v * ROW
+        spare = s + block * ROW
+        k_row, spec = load_i64(a, P.k_n), load_i64(a, P.spec)
+        key0 = load_i64(seg, SEGMENT.key0)
+        tensor_b = load_i64(seg, SEGMENT.tensor_b)
+        k = load_i64(a, P.k) + tensor_b * load_i64(a, P.k_b) + heads * load_i64(a, P.k_h) + key0 * k_row
+        v = (
+            load_i64(a, P.v)
+            + tensor_b * load_i64(a, P.v_b)
+            + heads * load_i64(a, P.v_h)
+            + key0 * load_i64(a, P.v_n)
+        )
+        fill(acc, dim_v * BLOCK_ROWS, f32(0.0))
+        fill(w + LANES.m, BLOCK_ROWS, f32(-math.inf))
+        fill(w + LANES.l, BLOCK_ROWS, f32(0.0))
+        j = keys[0]
+        while j < keys[1]:
+            kind, n = next_run(a, w, rows, j, keys[1], block)
+            if kind != EMPTY:
+                at, row = k + j * k_row, k_row
+                if half:
+                    widen(at, row, n, dim, spare)
+                    at, row = spare, dim * 4
+                fill(w + LANES.top, BLOCK_ROWS, f32(-math.inf))
+                scores(at, row, qt, dim, s, w + LANES.top, n, strips)
+                fold = load_i64(a, P.fold_full) if kind == FULL else load_i64(a, P.fold_partial)
+                if fold:
+                    call_fold(fold, spec, w, s, w + LANES.top, n, j, strips)
+                absorb(a, w, seg, (s, acc, spare), (j, n), v, strips)
+            j += n
+
+    def forward(a):
+        w = load_i64(a, P.scratch) + take(a + P.thread * 8) * load_i64(a, P.scratch_bytes)
+        group, packed = load_i64(a, P.group), load_i64(a, P.packed)
+        while True:
+            task = take(a + P.task * 8)
+            if task >= load_i64(a, P.num_tasks):
+                break
+            seg = segment_of(a, task)
+            splits, keys, chunk = (
+                load_i64(seg, SEGMENT.splits),
+                load_i64(seg, SEGMENT.keys),
+                load_i64(seg, SEGMENT.chunk),
+            )
+            total = load_i64(seg, SEGMENT.rows) * (group if packed else 1)
+            blocks = (total + BLOCK_ROWS - 1) // BLOCK_ROWS
+            local = task - load_i64(seg, SEGMENT.first_task)
+            split = local % splits
+            # The last rows first: under a causal mask they are the longest.
+            first = (blocks - 1 - local // splits % blocks) * BLOCK_ROWS
+            unit = local // splits // blocks
+            count = min(BLOCK_ROWS, total - first)
+            strips = (count + STRIP - 1) // STRIP
+            rows = set_lanes(a, w, seg, unit, first)
+            pack(
+                w + LANES.row_address,
+                load_i64(a, P.head_dim),
+                w + LANES.tile,
+                load_f32(a, 2 * P.scale),
+                strips,
+            )
+            attend(
+                a,
+                w,
+                seg,
+                rows,
+                unit if packed else unit // group,
+                (split * chunk, min(keys, split * chunk + chunk)),
+                strips,
+            )
+            write(a, w, seg, split, count, strips)
+
+    return forward
+
+
+@kernel
+def build_combine(isa: Isa, dtype: str) -> Any:
+    """The worker that merges the splits of the keys, one row of one head a task, in the order of the splits."""
+    micro = Micro(isa, dtype)
+    element_store, close = micro.element_store, micro.close
+
+    def combine(a):
+        w = load_i64(a, P.scratch) + take(a + P.thread * 8) * load_i64(a, P.scratch_bytes)
+        heads, total, dim_v = load_i64(a, P.heads), load_i64(a, P.total_rows), load_i64(a, P.head_dim_v)
+        while True:
+            task = take(a + P.task * 8)
+            if task >= load_i64(a, P.num_segments) * heads:
+                break
+            seg = load_i64(a, P.segments) + task // heads * SEGMENT.size * 8
+            h, splits, tensor_b = task % heads, load_i64(seg, SEGMENT.splits), load_i64(seg, SEGMENT.tensor_b)
+            if splits <= 1:
+                continue
+            for i in range(load_i64(seg, SEGMENT.rows)):
+                row = load_i64(seg, SEGMENT.row0) + i
+                flat = tensor_b * load_i64(seg, SEGMENT.rows) + row
+                lse, out = load_i64(a, P.part_lse), load_i64(a, P.part_out)
+                sink = load_f32(load_i64(a, P.sink), h) if load_i64(a, P.sink) else f32(-math.inf)
+                # The parts' lse are logits of the merged softmax: sum them as the rows of one tile would be.
+                best = sink
+                for split in range(splits):
+                    best = max(best, load_f32(lse, (split * heads + h) * total + flat))
+                weights = w + LANES.tile
+                l = f32(0.0)  # noqa: E741
+                base = best if best != f32(-math.inf) else f32(0.0)
+                for split in range(splits):
+                    part = load_f32(lse, (split * heads + h) * total + flat)
+                    share = exp_(part - base)
+                    store_f32(weights, split, share)
+                    l += share  # noqa: E741
+                store_f32(w + LANES.m, 0, base)
+                store_f32(w + LANES.l, 0, l)
+                store_f32(w + LANES.sink, 0, sink)
+                close(w + LANES.m, w + LANES.l, w + LANES.sink, w + LANES.inverse, w + LANES.lse)
+                at = load_i64(a, P.lse) + tensor_b * load_i64(a, P.lse_b) + h * load_i64(a, P.lse_h)
+                store_f32(at, row, load_f32(w + LANES.lse, 0))
+                inverse = load_f32(w + LANES.inverse, 0)
+                to = (
+                    load_i64(a, P.out)
+                    + tensor_b * load_i64(a, P.out_b)
+                    + h * load_i64(a, P.out_h)
+                    + row * load_i64(a, P.out_n)
+                )
+                for d in range(dim_v):
+                    value = f32(0.0)
+                    for split in range(splits):
+                        share = load_f32(weights, split)
+                        if share != f32(0.0):
+                            value += share * load_f32(out, ((split * heads + h) * total + flat) * dim_v + d)
+                    value = value * inverse if inverse != f32(0.0) else f32(0.0)
+                    if load_i64(a, P.wide_out):
+                        store_f32(to, d, value)
+                    else:
+                        element_store(to, d, value)
+
+    exp_ = micro.scalar_exp
+    return combine

@@ -1,0 +1,78 @@
+"""What the processor can do, and the tile shapes that follow from it. One emitter serves every row.
+
+The name and the features come from the machine, or from NUMBA_CPU_NAME and NUMBA_CPU_FEATURES (Numba's own
+variables), by which narrower targets are run for tests.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from typing import NamedTuple
+
+STRIP = 16
+"""Rows of q in one strip: 64 bytes of float32, whatever the vector width. Row blocks are whole strips."""
+BLOCK_ROWS = 64
+"""Rows of q in one block: the lane stride of every score tile."""
+
+
+class Isa(NamedTuple):
+    """A target. lanes: float32 per vector. tall: rows of the widest microkernel, over `wide` lanes at once.
+
+    bf16_dot: products of bf16 pairs (avx512_bf16). half: float16 conversion in hardware.
+    """
+
+    cpu: str
+    features: str
+    arch: str
+    lanes: int
+    tall: int
+    wide: int
+    bf16_dot: bool
+    half: bool
+
+
+def _host(forced: str | None, text: str | None) -> tuple[str, dict[str, bool]]:
+    import llvmlite.binding as llvm
+
+    name = forced or llvm.get_host_cpu_name()
+    if text is not None:
+        return name, {f.lstrip("+-"): f.startswith("+") for f in filter(None, text.split(","))}
+    if name != llvm.get_host_cpu_name():
+        return name, _KNOWN.get(name, {})
+    return name, dict(llvm.get_host_cpu_features())
+
+
+_V3 = dict.fromkeys(("sse4.1", "sse4.2", "avx", "avx2", "fma", "f16c", "bmi", "bmi2", "popcnt"), True)
+_V4 = _V3 | dict.fromkeys(("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"), True)
+_KNOWN = {
+    "haswell": _V3, "x86-64-v3": _V3, "znver3": _V3,
+    "skylake-avx512": _V4, "x86-64-v4": _V4,
+    "sapphirerapids": _V4 | {"avx512bf16": True}, "znver4": _V4 | {"avx512bf16": True},
+    "cortex-a76": {"neon": True, "fullfp16": True},
+}  # fmt: skip
+
+
+def _isa(name: str, features: tuple[tuple[str, bool], ...], machine: str) -> Isa:
+    have = {f for f, on in features if on}
+    text = ",".join(f"{'+' if on else '-'}{f}" for f, on in features)
+    if machine in ("aarch64", "arm64"):
+        # 32 registers of 4 lanes: 6 x 16 takes 24 accumulators without a spill.
+        return Isa(name, text, "aarch64", 4, 6, 16, False, True)
+    if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= have:
+        return Isa(name, text, "x86", 16, 6, 64, "avx512bf16" in have, True)
+    if {"avx2", "fma"} <= have:
+        return Isa(name, text, "x86", 8, 6, 16, False, "f16c" in have)
+    return Isa(name, text, "x86" if machine in ("x86_64", "AMD64") else machine, 4, 2, 16, False, False)
+
+
+@functools.lru_cache(maxsize=8)
+def _detect(forced: str | None, text: str | None) -> Isa:
+    name, features = _host(forced, text)
+    return _isa(name, tuple(sorted(features.items())), platform.machine())
+
+
+def detect() -> Isa:
+    """The target of this process. Reads the environment each time, so that a test can force another."""
+    return _detect(os.environ.get("NUMBA_CPU_NAME"), os.environ.get("NUMBA_CPU_FEATURES"))

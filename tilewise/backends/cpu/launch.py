@@ -1,0 +1,317 @@
+"""From a Problem to a parameter block, its segments and its scratch; and the run.
+
+The number of key splits, the packing of heads into rows and the block sizes are functions of the shape alone
+(with batch_invariant, of the sequence's own lengths alone), never of threads, so results repeat bit by bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from tilewise.backends.cpu import fold, machine_code, pool
+from tilewise.backends.cpu.isa import BLOCK_ROWS, Isa, detect
+from tilewise.backends.cpu.parameters import LANES, SEGMENT, P
+from tilewise.backends.cpu.print_interval import needs_table
+from tilewise.backends.cpu.slots import Slots, fill, float_bits
+from tilewise.backends.protocol import Schedule
+from tilewise.spec import expression as ex
+from tilewise.spec.dropout import keep_threshold
+from tilewise.spec.tiles import TileGrid, classify_tiles
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from tilewise.problem import Inputs, Problem
+
+KEY_BLOCK = 192
+"""Keys of a forward block; 96 to 384 are within 5 % (measured)."""
+FEWEST_TASKS = 16
+SHORTEST_SPLIT = 512
+"""A call with fewer than FEWEST_TASKS blocks of rows splits the keys, no finer than SHORTEST_SPLIT."""
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class Piece(NamedTuple):
+    """One batch entry or packed sequence."""
+
+    row0: int
+    rows: int
+    key0: int
+    keys: int
+    q_offset: int
+    k_offset: int
+    b: int
+    tensor_b: int
+
+
+def pieces(problem: Problem, inputs: Inputs) -> list[Piece]:
+    """All segments of the call, lengths clamped to the tensors."""
+    s, options = problem.shape, problem.options
+    if options.layout == "dense":
+        last = s.seqlen_k - s.seqlen_q
+        q_offsets = _offsets(last if inputs.q_offset is None else inputs.q_offset, s.batch)
+        k_offsets = _offsets(inputs.k_offset, s.batch)
+        return [Piece(0, s.seqlen_q, 0, s.seqlen_k, q_offsets[b], k_offsets[b], b, b) for b in range(s.batch)]
+    rows = _ranges(inputs.cu_seqlens_q, inputs.seqused_q, s.seqlen_q)
+    keys = _ranges(inputs.cu_seqlens_k, inputs.seqused_k, s.seqlen_k)
+    k_offsets = _offsets(inputs.k_offset, s.batch)
+    q_offsets = None if inputs.q_offset is None else _offsets(inputs.q_offset, s.batch)
+    found = []
+    for b, ((row0, nq), (key0, nk)) in enumerate(zip(rows, keys, strict=True)):
+        q_offset = nk - nq if q_offsets is None else q_offsets[b]
+        found.append(Piece(row0, nq, key0, nk, q_offset, k_offsets[b], b, 0))
+    return found
+
+
+def _offsets(offset: int | Tensor, batch: int) -> list[int]:
+    if not isinstance(offset, torch.Tensor):
+        return [int(offset)] * batch
+    values = offset.reshape(-1).tolist()
+    return values * batch if len(values) == 1 else values
+
+
+def _ranges(cu_seqlens: Tensor | None, used: Tensor | None, total: int) -> list[tuple[int, int]]:
+    edges = [min(max(e, 0), total) for e in cu_seqlens.tolist()]  # type: ignore[union-attr]
+    lengths = [max(stop - start, 0) for start, stop in zip(edges, edges[1:], strict=False)]
+    if used is not None:
+        lengths = [min(n, max(u, 0)) for n, u in zip(lengths, used.tolist(), strict=True)]
+    return list(zip(edges, lengths, strict=False))
+
+
+def packs(problem: Problem) -> bool:
+    """Whether a block's rows are those of a whole group of heads: where one head's would leave lanes idle."""
+    rows = problem.shape.seqlen_q
+    return problem.group > 1 and problem.options.layout == "dense" and 0 < rows < BLOCK_ROWS
+
+
+def splits_of(problem: Problem, piece: Piece) -> tuple[int, int]:
+    """(number of key splits, keys per split) of one segment."""
+    s = problem.shape
+    units = s.num_heads_kv if packs(problem) else s.num_heads_q
+    rows = piece.rows * (problem.group if packs(problem) else 1)
+    tasks = units * -(-rows // BLOCK_ROWS) * (1 if problem.options.batch_invariant else max(s.batch, 1))
+    wanted = -(-FEWEST_TASKS // max(tasks, 1))
+    splits = max(1, min(wanted, piece.keys // SHORTEST_SPLIT))
+    chunk = -(-piece.keys // splits)
+    chunk = max(-(-chunk // fold.TABLE_TILE) * fold.TABLE_TILE, fold.TABLE_TILE)
+    return max(1, -(-piece.keys // chunk)), chunk
+
+
+def scratch_bytes(problem: Problem, key_block: int = KEY_BLOCK) -> int:
+    """Bytes of one thread's forward scratch."""
+    s = problem.shape
+    tiles = (s.head_dim + s.head_dim_v + key_block) * BLOCK_ROWS
+    wide = 0 if problem.dtype == torch.float32 else key_block * max(s.head_dim, s.head_dim_v)
+    return LANES.tile + 4 * (tiles + wide) + 256
+
+
+class Block:
+    """A parameter block, with the tensors it points to kept alive."""
+
+    def __init__(self) -> None:
+        self.values = (ctypes.c_int64 * len(P))()
+        self.alive: list[object] = []
+
+    def set(self, slot: int, value: int) -> None:
+        self.values[slot] = value
+
+    def set_float(self, slot: int, value: float) -> None:
+        self.values[slot] = float_bits(value)
+
+    def table(self, slot: int, numbers: Sequence[int]) -> None:
+        held = (ctypes.c_int64 * max(len(numbers), 1))(*numbers)
+        self.alive.append(held)
+        self.values[slot] = ctypes.addressof(held)
+
+    def tensor(self, slot: int, t: Tensor, strides: Sequence[int] = ()) -> None:
+        """Address of t, and its strides in bytes in the slots after."""
+        self.alive.append(t)
+        self.values[slot] = t.data_ptr()
+        for n, stride in enumerate(strides):
+            self.values[slot + 1 + n] = stride * t.element_size()
+
+    def scratch(self, size: int, threads: int) -> None:
+        """Scratch of each thread, on lines of 64 bytes."""
+        size = -(-size // 64) * 64
+        # No reader of what is here before it is written: the kernels fill what they add to.
+        memory = torch.empty(size * threads + 64, dtype=torch.uint8, device="cpu")
+        self.alive.append(memory)
+        self.values[P.scratch] = -(-memory.data_ptr() // 64) * 64
+        self.values[P.scratch_bytes] = size
+
+    def run(self, function: int, tasks: int, threads: int) -> None:
+        """The function on as many threads as there are tasks for, at most `threads`."""
+        self.values[P.task] = 0
+        self.values[P.thread] = 0
+        self.values[P.num_tasks] = tasks
+        pool.run_parallel(function, ctypes.addressof(self.values), min(threads, tasks))
+
+
+def strides_of(problem: Problem, t: Tensor) -> tuple[int, int, int]:
+    """(batch, head, token) strides in elements of a q-, k-, v- or out-like tensor."""
+    if problem.options.layout == "dense":
+        return t.stride(0), t.stride(1), t.stride(2)
+    return 0, t.stride(1), t.stride(0)
+
+
+def readable(t: Tensor) -> Tensor:
+    """t, or a copy if its last dimension is not contiguous."""
+    return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
+
+
+@functools.lru_cache(maxsize=64)
+def kernel(isa: Isa, name: str, dtype: str) -> int:
+    """Address of a worker, compiled at first use."""
+
+    def make() -> str:
+        from tilewise.backends.cpu import backward_kernel as back
+        from tilewise.backends.cpu import forward_kernel
+
+        build = {
+            "forward": forward_kernel.build_forward, "combine": forward_kernel.build_combine,
+            "backward": back.build_backward, "finish": back.build_finish,
+        }  # fmt: skip
+        return machine_code.numba_text(build[name](isa, dtype))
+
+    return machine_code.load(isa, f"{name} {dtype}", (machine_code.ENTRY,), make)[machine_code.ENTRY]
+
+
+def common(problem: Problem, inputs: Inputs) -> Block:
+    """What both passes read: inputs, sizes, scale, sink, dropout."""
+    block, s = Block(), problem.shape
+    for slot, t in ((P.q, inputs.q), (P.k, inputs.k), (P.v, inputs.v)):
+        t = readable(t)
+        block.tensor(slot, t, strides_of(problem, t))
+    block.set(P.heads, s.num_heads_q)
+    block.set(P.heads_kv, s.num_heads_kv)
+    block.set(P.group, max(problem.group, 1))
+    block.set(P.head_dim, s.head_dim)
+    block.set(P.head_dim_v, s.head_dim_v)
+    block.set_float(P.scale, inputs.scale)
+    if inputs.sink is not None:
+        block.tensor(P.sink, inputs.sink.detach().to(torch.float32).contiguous())
+    if problem.spec.dropout:
+        seed = int(inputs.seed)  # type: ignore[arg-type]
+        p = inputs.dropout
+        block.set(P.dropout, 1)
+        block.set(P.threshold, min(keep_threshold(p), 2**32 - 1))
+        block.set_float(P.factor, 1.0 / (1.0 - p) if p < 1.0 else 0.0)
+        block.set(P.seed_low, seed & 0xFFFFFFFF)
+        block.set(P.seed_high, (seed >> 32) & 0xFFFFFFFF)
+        block.set(P.h_offset, inputs.h_offset)
+        block.set(P.b_offset, inputs.b_offset)
+    return block
+
+
+def class_tables(block: Block, problem: Problem, inputs: Inputs, found: list[Piece]) -> list[tuple[int, int]]:
+    """(address, columns) of each segment's table of tile classes; zeros where the compiled code needs none."""
+    keep = problem.spec.keep
+    if keep is None or not needs_table(keep):
+        return [(0, 0)] * len(found)
+    made: dict[tuple, tuple[int, int]] = {}
+    by_batch = "b" in ex.variables(keep)
+    for piece in found:
+        key = (piece.rows, piece.keys, piece.q_offset, piece.k_offset, piece.b if by_batch else 0)
+        if key not in made:
+            grid = TileGrid(
+                fold.TABLE_TILE, fold.TABLE_TILE, piece.rows, piece.keys, piece.q_offset, piece.q_offset,
+                piece.k_offset, piece.k_offset, piece.b, piece.b, problem.shape.num_heads_q, problem.shape.num_heads_kv,
+            )  # fmt: skip
+            table = classify_tiles(keep, grid, inputs.leaves, inputs.ints, inputs.floats)
+            block.alive.append(table)
+            made[key] = (table.data_ptr(), grid.num_k_tiles)
+    return [made[p.rows, p.keys, p.q_offset, p.k_offset, p.b if by_batch else 0] for p in found]
+
+
+def lay_out(
+    block: Block, problem: Problem, inputs: Inputs, found: list[Piece], split: bool
+) -> tuple[int, int]:
+    """Write the segments; returns (tasks, largest number of splits)."""
+    s = problem.shape
+    packed = packs(problem)
+    units = s.num_heads_kv if packed else s.num_heads_q
+    numbers: list[int] = []
+    tasks, most = 0, 1
+    for piece, table in zip(found, class_tables(block, problem, inputs, found), strict=True):
+        splits, chunk = splits_of(problem, piece) if split else (1, max(piece.keys, 1))
+        rows = piece.rows * (problem.group if packed else 1)
+        count = units * -(-rows // BLOCK_ROWS) * splits
+        if count == 0:
+            continue
+        numbers += [*piece, tasks, splits, chunk, *table, 0]
+        tasks += count
+        most = max(most, splits)
+    block.table(P.segments, numbers)
+    block.set(P.num_segments, len(numbers) // SEGMENT.size)
+    block.set(P.packed, int(packed))
+    return tasks, most
+
+
+def forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, slots: Slots | None) -> bool:
+    """Run the forward pass into out and lse.
+
+    Returns: False if a number of the result is not finite: then what stood at hidden keys may have entered.
+    """
+    isa, dtype = detect(), NAMES[problem.dtype]
+    found = pieces(problem, inputs)
+    block, s = common(problem, inputs), problem.shape
+    tasks, splits = lay_out(block, problem, inputs, found, True)
+    if tasks == 0:
+        return True
+    block.tensor(P.out, out, strides_of(problem, out))
+    lse_strides = lse.stride()[:2] if problem.options.layout == "dense" else (0, lse.stride(0))
+    block.tensor(P.lse, lse, lse_strides)
+    block.set(P.wide_out, int(problem.out_dtype == torch.float32))
+    block.set(P.key_block, KEY_BLOCK)
+    total = s.seqlen_q * (s.batch if problem.options.layout == "dense" else 1)
+    block.set(P.total_rows, total)
+    if splits > 1:
+        block.tensor(
+            P.part_out,
+            torch.empty(splits * s.num_heads_q * total * s.head_dim_v, dtype=torch.float32, device="cpu"),
+        )
+        block.tensor(
+            P.part_lse, torch.empty(splits * s.num_heads_q * total, dtype=torch.float32, device="cpu")
+        )
+    if slots is not None:
+        link_spec(block, problem, inputs, found, slots)
+    threads = pool.num_threads()
+    block.scratch(scratch_bytes(problem), threads)
+    block.run(kernel(isa, "forward", dtype), tasks, threads)
+    if splits > 1:
+        block.run(kernel(isa, "combine", dtype), block.values[P.num_segments] * s.num_heads_q, threads)
+    return block.values[P.flag] == 0
+
+
+def link_spec(block: Block, problem: Problem, inputs: Inputs, found: list[Piece], slots: Slots) -> None:
+    """Point the block at the spec's code and data."""
+    code = fold.forward_code(detect(), problem.spec, slots, packs(problem))
+    for name in ("classify", "fold_full", "fold_partial"):
+        block.set(getattr(P, name), code.get(name, 0))
+    # A masked tile needs the fold even where there is no term; a full one only with terms.
+    leaves = [t.detach() for t in inputs.leaves]
+    block.alive += leaves
+    block.table(P.spec, fill(slots, leaves, inputs.ints, inputs.floats))
+
+
+def plan(problem: Problem) -> Schedule:
+    """The schedule of the forward pass (and, if the problem needs gradients, its backward's workspace)."""
+    s = problem.shape
+    piece = Piece(0, s.seqlen_q, 0, s.seqlen_k, 0, 0, 0, 0)
+    splits = splits_of(problem, piece)[0] if problem.options.layout == "dense" else 1
+    isa = detect()
+    workspace = pool.num_threads() * scratch_bytes(problem)
+    if splits > 1:
+        workspace += 4 * splits * s.batch * s.num_heads_q * s.seqlen_q * (s.head_dim_v + 1)
+    notes = (
+        f"{isa.cpu}: {isa.lanes} float32 per vector",
+        f"threads: {pool.pool_name()}",
+        "a call whose result is not finite is done again by blockwise, and so is the backward of a large shared leaf",
+    )
+    return Schedule(BLOCK_ROWS, KEY_BLOCK, "rows outer, keys inner", splits, workspace, notes=notes)

@@ -1,0 +1,254 @@
+"""The backward pass: its segments, its memory, the sums that follow the kernels."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from tilewise.backends.cpu import fold, fold_slopes, pool
+from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP, detect
+from tilewise.backends.cpu.launch import (
+    FEWEST_TASKS,
+    NAMES,
+    SHORTEST_SPLIT,
+    Block,
+    Piece,
+    class_tables,
+    common,
+    kernel,
+    link_spec,
+    packs,
+    pieces,
+    readable,
+    strides_of,
+)  # fmt: skip
+from tilewise.backends.cpu.parameters import LANES, P
+from tilewise.backends.protocol import Gradients, Needs
+from tilewise.problem import Inputs, Problem
+from tilewise.spec import expression as ex
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tilewise.backends.cpu.slots import Slots
+
+KEY_BLOCK = 128
+SUPERBLOCK = 512
+"""Keys whose dk and dv are summed at once: 256 KiB at D = 64, so that they stay in the second-level cache."""
+LARGEST_PARTS = 1 << 24
+"""Float32 numbers in the tasks' parts of one leaf's gradient, 64 MiB."""
+
+
+def splits_of(problem: Problem, piece: Piece) -> tuple[int, int]:
+    """(number of key splits, keys per split) of one segment."""
+    s = problem.shape
+    tasks = s.num_heads_kv * (1 if problem.options.batch_invariant else max(s.batch, 1))
+    splits = max(1, min(-(-FEWEST_TASKS // max(tasks, 1)), piece.keys // SHORTEST_SPLIT))
+    chunk = -(-piece.keys // splits)
+    chunk = max(-(-chunk // fold.TABLE_TILE) * fold.TABLE_TILE, fold.TABLE_TILE)
+    return max(1, -(-piece.keys // chunk)), chunk
+
+
+def scratch_bytes(problem: Problem) -> int:
+    """Bytes of one thread's scratch."""
+    s = problem.shape
+    padded, padded_v = (-(-d // STRIP) * STRIP for d in (s.head_dim, s.head_dim_v))
+    rows = BLOCK_ROWS * (s.head_dim + 2 * s.head_dim_v + padded + padded_v + 2 * KEY_BLOCK)
+    wide = 0 if problem.dtype == torch.float32 else KEY_BLOCK * (s.head_dim + s.head_dim_v)
+    return LANES.tile + 4 * (rows + wide + SUPERBLOCK * (padded + padded_v)) + 256
+
+
+def workspace_bytes(problem: Problem) -> int:
+    """Bytes beyond inputs and outputs: scratch of the threads, dq of each split in float32 (a dense call's rows)."""
+    s, packed = problem.shape, packs(problem)
+    dense = problem.options.layout == "dense"
+    splits = splits_of(problem, Piece(0, s.seqlen_q, 0, s.seqlen_k, 0, 0, 0, 0))[0]
+    rows = s.seqlen_q * (problem.group if packed else 1)
+    units = (s.num_heads_kv if packed else s.num_heads_q) * (s.batch if dense else 1)
+    # A packed call pads each sequence to whole blocks.
+    blocks = -(-rows // BLOCK_ROWS) + (0 if dense else s.batch)
+    return pool.num_threads() * scratch_bytes(problem) + 4 * splits * units * blocks * BLOCK_ROWS * s.head_dim
+
+
+def lay_out(block: Block, problem: Problem, inputs: Inputs, found: list[Piece]) -> tuple[int, int, int]:
+    """Write the segments; returns (tasks, most splits, blocks of rows)."""
+    s, packed = problem.shape, packs(problem)
+    numbers: list[int] = []
+    tasks, most, tiles = 0, 1, 0
+    for piece, table in zip(found, class_tables(block, problem, inputs, found), strict=True):
+        splits, chunk = splits_of(problem, piece)
+        rows = piece.rows * (problem.group if packed else 1)
+        numbers += [*piece, tasks, splits, chunk, *table, tiles]
+        tasks += s.num_heads_kv * splits
+        tiles += (s.num_heads_kv if packed else s.num_heads_q) * -(-rows // BLOCK_ROWS)
+        most = max(most, splits)
+    block.table(P.segments, numbers)
+    block.set(P.num_segments, len(found))
+    block.set(P.packed, int(packed))
+    block.set(P.total_rows, tiles)
+    return tasks, most, tiles
+
+
+def owned(problem: Problem, slot: int) -> bool:
+    """Whether no two tasks add to one element of a leaf's gradient: it is read by batch entry, head and column."""
+    s = problem.shape
+    needed = {"j"} | ({"b"} if s.batch > 1 else set())
+    for site in ex.loads(problem.spec.score):  # type: ignore[arg-type]
+        if int(site.value) != slot:  # type: ignore[arg-type]
+            continue
+        names = {str(a.value) for a in site.args if a.op == "var"}
+        if not needed <= names or (s.num_heads_q > 1 and not names & {"h", "g"}):
+            return False
+    return True
+
+
+class LeafSums:
+    """Where the kernels add the gradients of leaves: one buffer if tasks share no element of it, else one per task."""
+
+    def __init__(self, problem: Problem, inputs: Inputs, wanted: tuple[bool, ...], tasks: int) -> None:
+        self.totals: list[Tensor | None] = []
+        self.entries: list[int] = []
+        self.fits = True
+        loaded = (
+            {int(n.value) for n in ex.loads(problem.spec.score)} if problem.spec.score is not None else set()
+        )  # type: ignore[arg-type]
+        for slot, (leaf, want) in enumerate(zip(inputs.leaves, wanted, strict=True)):
+            if not want or slot not in loaded:
+                self.totals.append(
+                    torch.zeros(leaf.shape, dtype=torch.float32, device="cpu") if want else None
+                )
+                self.entries += [0] * (2 + leaf.ndim)
+                continue
+            shared = self._spread(problem, slot, leaf)
+            if not shared and tasks * leaf.numel() > LARGEST_PARTS:
+                self.fits = False
+                return
+            total = torch.zeros(
+                (1 if shared else max(tasks, 1), *leaf.shape), dtype=torch.float32, device="cpu"
+            )
+            strides = [4 * n for n in total.stride()[1:]]
+            self.totals.append(total)
+            self.entries += [total.data_ptr(), 0 if shared else 4 * leaf.numel(), *strides]
+
+    @staticmethod
+    def _spread(problem: Problem, slot: int, leaf: Tensor) -> bool:
+        """One buffer for all tasks, if each index by which tasks differ does run along a whole dimension."""
+        if not owned(problem, slot):
+            return False
+        s = problem.shape
+        sizes = {"b": s.batch, "h": s.num_heads_q, "g": s.num_heads_kv, "j": s.seqlen_k}
+        for site in ex.loads(problem.spec.score):  # type: ignore[arg-type]
+            if int(site.value) == slot:  # type: ignore[arg-type]
+                for n, index in enumerate(site.args):
+                    if index.op == "var" and index.value in sizes and leaf.shape[n] < sizes[str(index.value)]:
+                        return False
+        return problem.options.layout == "dense" or s.batch <= 1
+
+    def gradients(self, inputs: Inputs) -> tuple[Tensor | None, ...]:
+        """The sums over the tasks, in their order, in the leaves' types."""
+        found = []
+        for total, leaf in zip(self.totals, inputs.leaves, strict=True):
+            if total is None:
+                found.append(None)
+                continue
+            if total.ndim > leaf.ndim:
+                # One addition after another: a reduction of torch's may depend on the number of threads.
+                summed = total[0]
+                for part in total[1:]:
+                    summed += part
+                total = summed
+            found.append(total.to(leaf.dtype))
+        return tuple(found)
+
+
+def backward(
+    problem: Problem,
+    inputs: Inputs,
+    saved: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor | None],
+    needs: Needs,
+    slots: Slots,
+) -> Gradients | None:
+    """All gradients; None if the reference must do the call: a result is not finite, or a leaf is too large."""
+    isa, dtype = detect(), NAMES[problem.dtype]
+    found = [p for p in pieces(problem, inputs) if p.rows and p.keys]
+    block, s = common(problem, inputs), problem.shape
+    wanted = tuple(needs.leaves)
+    tasks, splits, tiles = lay_out(block, problem, inputs, found)
+    sums = LeafSums(problem, inputs, wanted, tasks)
+    if not sums.fits:
+        return None
+    sink_rows = _link_rows(block, problem, inputs, saved, grads)
+    made = [torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in (inputs.q, inputs.k, inputs.v)]
+    if problem.options.layout == "varlen" or not found:
+        made = [t.zero_() for t in made]
+    for slot, t in zip((P.dq, P.dk, P.dv), made, strict=True):
+        block.tensor(slot, t, strides_of(problem, t))
+    if found:
+        block.set(P.key_block, KEY_BLOCK)
+        block.set(P.superblock, SUPERBLOCK)
+        # A part of the keys has not the statistics of the whole.
+        block.set(P.exact, int(not problem.options.subset))
+        block.tensor(
+            P.part_dq,
+            torch.empty(splits * tiles * s.head_dim * BLOCK_ROWS, dtype=torch.float32, device="cpu"),
+        )
+        link_spec(block, problem, inputs, found, slots)
+        code = fold_slopes.backward_code(isa, problem.spec, slots, packs(problem), wanted)
+        block.set(P.slopes_full, code.get("slopes_full", 0))
+        block.set(P.slopes_partial, code.get("slopes_partial", 0))
+        block.table(P.leaf_parts, sums.entries)
+        threads = pool.num_threads()
+        block.scratch(scratch_bytes(problem), threads)
+        block.run(kernel(isa, "backward", dtype), tasks, threads)
+        units = s.num_heads_kv if packs(problem) else s.num_heads_q
+        block.run(kernel(isa, "finish", dtype), len(found) * units, threads)
+    leaves = sums.gradients(inputs)
+    sink = None
+    if needs.sink:
+        over = (1,) if sink_rows.ndim == 2 else (0, 2)
+        sink = sink_rows.sum(over, dtype=torch.float64).to(inputs.sink.dtype)  # type: ignore[union-attr]
+    if block.values[P.flag] or not all(t is None or bool(torch.isfinite(t).all()) for t in (*leaves, sink)):
+        return None
+    return Gradients(made[0], made[1], made[2], leaves, sink)
+
+
+def _link_rows(
+    block: Block,
+    problem: Problem,
+    inputs: Inputs,
+    saved: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor | None],
+) -> Tensor:
+    """Point the block at what there is per row of q; returns the sink's ds per row, empty without one."""
+    (out, lse), (do, dlse) = saved, grads
+
+    def per_row(t: Tensor) -> tuple[int, int]:
+        return (0, t.stride(0)) if t.ndim == 2 else (t.stride(0), t.stride(1))
+
+    if dlse is not None:
+        dlse = dlse.to(torch.float32)
+        dlse = dlse if dlse.stride(-1) == 1 else dlse.contiguous()
+        block.tensor(P.dlse, dlse, per_row(dlse))
+    lse = lse if lse.stride(-1) == 1 else lse.contiguous()
+    block.tensor(P.lse, lse, per_row(lse))
+    for slot, t in ((P.do, readable(do)), (P.out, readable(out))):
+        block.tensor(slot, t, strides_of(problem, t))
+    if inputs.sink is None:
+        return torch.empty(0, device="cpu")
+    sink_rows = _sink_rows(inputs, lse, dlse)
+    block.tensor(P.sink_rows, sink_rows, per_row(sink_rows))
+    return sink_rows
+
+
+def _sink_rows(inputs: Inputs, lse: Tensor, dlse: Tensor | None) -> Tensor:
+    """ds of the sink for a row that meets no tile: out is 0, the sink has weight e^(sink - lse) and ds = p dlse."""
+    if dlse is None:
+        return torch.zeros(lse.shape, dtype=torch.float32, device="cpu")
+    logit = inputs.sink.detach().to(torch.float32).view((-1, 1) if lse.ndim == 2 else (1, -1, 1))  # type: ignore[union-attr]
+    weight = torch.exp2((logit - lse) * math.log2(math.e))
+    return torch.where(
+        (weight == 0) | (lse == -math.inf) | (logit == -math.inf), 0.0, weight * dlse
+    ).contiguous()

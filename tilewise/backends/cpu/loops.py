@@ -1,0 +1,258 @@
+"""The loops that both passes share, in Numba: products over tiles, rows of q, runs of tiles of one class, dropout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from numba import njit, types
+
+from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP
+from tilewise.backends.cpu.micro import (
+    ROW,
+    Micro,
+    indirect,
+    load_f32,
+    load_i32,
+    load_i64,
+    store_f32,
+    store_i32,
+    store_i64,
+)
+from tilewise.backends.cpu.parameters import LANES, NUMBER, SEGMENT, TABLE, P
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tilewise.backends.cpu.isa import Isa
+
+EMPTY, FULL = 0, 2
+CLASS_KEYS = 64
+"""Keys of one tile of the classification; runs of one class become one block."""
+JIT = {"nogil": True, "error_model": "numpy", "inline": "never"}
+f32, i32 = types.float32, types.int32
+call_fold = indirect(types.void, 7)
+call_classify = indirect(types.int64, 6)
+
+
+def kernel(builder: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a function whose body is kernels: Numba reads what it defines, and its arguments are their constants."""
+    return builder
+
+
+class Loops(NamedTuple):
+    """The loops both passes share: matrix products over tiles and the setting up of a block of rows."""
+
+    scores: Any
+    weighted: Any
+    widen: Any
+    segment_of: Any
+    set_lanes: Any
+    pack: Any
+    next_run: Any
+    fill: Any
+    drop: Any
+
+
+@kernel
+def build_products(isa: Isa, micro: Micro) -> tuple[Any, Any]:
+    """scores(K, row bytes, Q^T, D, S, top, keys, strips) and weighted(V, row bytes, P, keys, acc, alpha, D_v,
+    strips)."""
+    wide = isa.wide // STRIP
+    vectors = isa.wide // isa.lanes
+    narrow = STRIP // isa.lanes
+    s6, s4, s2, s1 = (micro.product(r, vectors, "scores") for r in (6, 4, 2, 1))
+    n12, n4, n2, n1 = (micro.product(r, narrow, "scores") for r in (12 if wide > 1 else 6, 4, 2, 1))
+    o6, o4, o2, o1 = (micro.product(r, vectors, "scaled") for r in (6, 4, 2, 1))
+    p12, p4, p2, p1 = (micro.product(r, narrow, "scaled") for r in (12 if wide > 1 else 6, 4, 2, 1))
+    tall = 12 if wide > 1 else 6
+
+    @njit(**JIT)
+    def scores(k, k_row, qt, dim, s, top, keys, strips):
+        strip = 0
+        while strip < strips:
+            at = strip * STRIP * 4
+            j = 0
+            if wide > 1 and strips - strip < wide:
+                while j + tall <= keys:
+                    n12(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at)
+                    j += tall
+                while j + 4 <= keys:
+                    n4(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at)
+                    j += 4
+                if (keys - j) & 2:
+                    n2(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at)
+                    j += 2
+                if (keys - j) & 1:
+                    n1(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at)
+                strip += 1
+            else:
+                while j + 6 <= keys:
+                    s6(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at)
+                    j += 6
+                if keys - j >= 4:
+                    s4(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at)
+                    j += 4
+                if (keys - j) & 2:
+                    s2(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at)
+                    j += 2
+                if (keys - j) & 1:
+                    s1(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at)
+                strip += wide
+
+    @njit(**JIT)
+    def weighted(v, v_row, p, keys, acc, alpha, dim, strips):
+        strip = 0
+        while strip < strips:
+            at = strip * STRIP * 4
+            d = 0
+            if wide > 1 and strips - strip < wide:
+                while d + tall <= dim:
+                    p12(v + d * 4, 4, v_row, p + at, ROW, keys, acc + d * ROW + at, ROW, alpha + at)
+                    d += tall
+                while d + 4 <= dim:
+                    p4(v + d * 4, 4, v_row, p + at, ROW, keys, acc + d * ROW + at, ROW, alpha + at)
+                    d += 4
+                if (dim - d) & 2:
+                    p2(v + d * 4, 4, v_row, p + at, ROW, keys, acc + d * ROW + at, ROW, alpha + at)
+                    d += 2
+                if (dim - d) & 1:
+                    p1(v + d * 4, 4, v_row, p + at, ROW, keys, acc + d * ROW + at, ROW, alpha + at)
+                strip += 1
+            else:
+                while d + 6 <= dim:
+                    o6(v + d * 4, 4, v_row, p + at, ROW, keys, acc + d * ROW + at, ROW, alpha + at)
+                    d += 6
+                if dim - d >= 4:
+                    o4(v + d * 4, 4, v_row, p + at, ROW, keys, acc + d * ROW + at, ROW, alpha + at)
+                    d += 4
+                if (dim - d) & 2:
+                    o2(v + d * 4, 4, v_row, p + at, ROW, keys, acc + d * ROW + at, ROW, alpha + at)
+                    d += 2
+                if (dim - d) & 1:
+                    o1(v + d * 4, 4, v_row, p + at, ROW, keys, acc + d * ROW + at, ROW, alpha + at)
+                strip += wide
+
+    return scores, weighted
+
+
+@kernel
+def build_loops(isa: Isa, micro: Micro) -> Loops:
+    """The shared loops for one target and storage type."""
+    lanes, size = isa.lanes, micro.size
+    scores, weighted = build_products(isa, micro)
+    widen_vector, pack_square, element_load = micro.widen_vector, micro.pack_square, micro.element_load
+    drop_four = micro.drop_four
+
+    @njit(**JIT)
+    def fill(base, count, value):
+        for n in range(count):
+            store_f32(base, n, value)
+
+    @njit(**JIT)
+    def widen(source, row_bytes, rows, dim, to):
+        for r in range(rows):
+            at, row = source + r * row_bytes, to + r * dim * 4
+            d = 0
+            while d + lanes <= dim:
+                widen_vector(at + d * size, row + d * 4)
+                d += lanes
+            while d < dim:
+                store_f32(row, d, element_load(at, d))
+                d += 1
+
+    @njit(**JIT)
+    def segment_of(a, task):
+        low, high = 0, load_i64(a, P.num_segments)
+        base = load_i64(a, P.segments)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if load_i64(base + middle * SEGMENT.size * 8, SEGMENT.first_task) <= task:
+                low = middle
+            else:
+                high = middle
+        return base + low * SEGMENT.size * 8
+
+    @njit(**JIT)
+    def set_lanes(a, w, seg, unit, first):
+        """Rows, positions and heads of the 64 lanes that begin at row `first` of the head or group `unit`."""
+        group, packed = load_i64(a, P.group), load_i64(a, P.packed)
+        total = load_i64(seg, SEGMENT.rows) * (group if packed else 1)
+        offset = load_i64(seg, SEGMENT.q_offset)
+        for x in range(BLOCK_ROWS):
+            r = min(first + x, total - 1)
+            i = r // group if packed else r
+            h = unit * group + r % group if packed else unit
+            store_i32(w + LANES.i, x, i32(i))
+            store_i32(w + LANES.q, x, i32(i + offset))
+            store_i32(w + LANES.h, x, i32(h))
+            row = (
+                load_i64(a, P.q)
+                + load_i64(seg, SEGMENT.tensor_b) * load_i64(a, P.q_b)
+                + h * load_i64(a, P.q_h)
+            )
+            row += (load_i64(seg, SEGMENT.row0) + i) * load_i64(a, P.q_n)
+            store_i64(w + LANES.row_address, x, row)
+        last = min(first + BLOCK_ROWS, total) - 1
+        n = w + LANES.numbers
+        store_i32(n, NUMBER.b, i32(load_i64(seg, SEGMENT.b)))
+        store_i32(n, NUMBER.g, i32(unit if packed else unit // group))
+        store_i32(n, NUMBER.h_first, i32(unit * group if packed else unit))
+        store_i32(n, NUMBER.h_last, i32(unit * group + group - 1 if packed else unit))
+        store_i32(n, NUMBER.q_offset, i32(offset))
+        store_i32(n, NUMBER.k_offset, i32(load_i64(seg, SEGMENT.k_offset)))
+        store_i64(n, TABLE.address, load_i64(seg, SEGMENT.table))
+        store_i64(n, TABLE.columns, load_i64(seg, SEGMENT.columns))
+        if packed:
+            return first // group, last // group
+        return first, last
+
+    @njit(**JIT)
+    def pack(addresses, dim, to, scale, strips):
+        """Rows given by address, transposed: to[d][lane] = row[d] * scale."""
+        for x in range(0, strips * STRIP, lanes):
+            d = 0
+            while d + lanes <= dim:
+                pack_square(addresses + x * 8, d * size, to + d * ROW + x * 4, scale)
+                d += lanes
+            while d < dim:
+                for y in range(x, x + lanes):
+                    store_f32(to + d * ROW, y, element_load(load_i64(addresses, y), d) * scale)
+                d += 1
+
+    @njit(**JIT)
+    def next_run(a, w, rows, j, end, block):
+        """(class, keys) of the longest run of one class that begins at key j, at most `block` keys."""
+        classify, spec = load_i64(a, P.classify), load_i64(a, P.spec)
+        if classify == 0:
+            return FULL, min(block, end - j)
+        n = min(CLASS_KEYS, end - j)
+        kind = call_classify(classify, spec, w, rows[0], rows[1], j, j + n - 1)
+        limit = (1 << 30) if kind == EMPTY else block
+        while n + CLASS_KEYS <= limit and j + n < end:
+            more = min(CLASS_KEYS, end - j - n)
+            if call_classify(classify, spec, w, rows[0], rows[1], j + n, j + n + more - 1) != kind:
+                break
+            n += more
+        return kind, n
+
+    @njit(**JIT)
+    def drop(a, w, seg, s, j, keys, strips):
+        """Dropout on a tile of weights whose first key is column j of the segment."""
+        first = load_i64(seg, SEGMENT.k_offset) + j
+        factor = load_f32(a, 2 * P.factor)
+        store_i64(w + LANES.counter, 1, load_i64(seg, SEGMENT.b) + load_i64(a, P.b_offset))
+        store_i64(w + LANES.counter, 2, load_i64(a, P.threshold))
+        for x in range(BLOCK_ROWS):
+            # Heads with their offset, in the lanes of `pivot`, which the tile no longer needs.
+            store_i32(w + LANES.pivot, x, i32(load_i32(w + LANES.h, x) + load_i64(a, P.h_offset)))
+        k = first >> 2
+        while k * 4 < first + keys:
+            store_i64(w + LANES.counter, 0, k)
+            low, high = max(0, first - k * 4), min(4, first + keys - k * 4)
+            row = s + (k * 4 - first) * ROW
+            for x in range(0, strips * STRIP, lanes):
+                drop_four(row + x * 4, w + LANES.q + x * 4, w + LANES.pivot + x * 4, w + LANES.counter,
+                          a + P.seed_low * 8, low, high, factor)  # fmt: skip
+            k += 1
+
+    return Loops(scores, weighted, widen, segment_of, set_lanes, pack, next_run, fill, drop)

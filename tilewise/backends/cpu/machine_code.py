@@ -1,0 +1,241 @@
+"""From Numba functions and LLVM modules to addresses, with the objects kept on disk.
+
+An object's key is the text that made it: the sources that write it, the target, and the versions of LLVM
+and of the spec. So a warm process loads objects with llvmlite alone and never imports Numba's compiler. The
+folder is TILEWISE_CACHE_DIR, else the user's cache folder; where nothing can be written, objects live in
+memory. Files appear by rename, so that parallel processes see whole objects or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import re
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import llvmlite.ir as ir
+
+    from tilewise.backends.cpu.isa import Isa
+
+_lock = threading.RLock()
+_engines: list[Any] = []
+_loaded: dict[str, dict[str, int]] = {}
+"""Addresses by key. Code is never unloaded."""
+
+
+_EMITTERS = ("isa", "parameters", "words", "micro")
+SOURCES = {
+    "forward": (*_EMITTERS, "loops", "forward_kernel"),
+    "combine": (*_EMITTERS, "loops", "forward_kernel"),
+    "backward": (*_EMITTERS, "loops", "backward_kernel"),
+    "finish": (*_EMITTERS, "loops", "backward_kernel"),
+    "fold": (*_EMITTERS, "print_vector", "print_interval", "slots", "fold"),
+    "slopes": (*_EMITTERS, "print_vector", "slots", "fold", "fold_slopes"),
+    "peak": ("isa", "words", "peaks"),
+}
+"""Modules that write each kind of object: another text of theirs is another key."""
+
+
+@functools.lru_cache(maxsize=16)
+def _sources(kind: str) -> str:
+    digest = hashlib.sha256()
+    for name in ("machine_code", *SOURCES[kind]):
+        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
+    return digest.hexdigest()
+
+
+def _folder() -> Path | None:
+    """The cache folder, made if missing; None where nothing can be written."""
+    named = os.environ.get("TILEWISE_CACHE_DIR")
+    base = (
+        Path(named)
+        if named
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tilewise"
+    )
+    try:
+        folder = base / "cpu"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        return None
+    return folder if os.access(folder, os.W_OK | os.X_OK) else None
+
+
+def _target(isa: Isa) -> Any:
+    import llvmlite.binding as llvm
+
+    with contextlib.suppress(RuntimeError):
+        llvm.initialize()
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    triple = llvm.get_process_triple()
+    return llvm.Target.from_triple(triple).create_target_machine(
+        cpu=isa.cpu, features=isa.features, opt=3, reloc="pic" if sys.platform != "win32" else "default",
+        codemodel="default", jit=False,
+    )  # fmt: skip
+
+
+def _key(isa: Isa, name: str) -> str:
+    import llvmlite
+    import llvmlite.binding as llvm
+
+    parts = (
+        _sources(name.split(" ")[0]),
+        repr(tuple(isa)),
+        llvmlite.__version__,
+        repr(llvm.llvm_version_info),
+        sys.platform,
+        name,
+    )
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:40]
+
+
+def load(isa: Isa, name: str, symbols: tuple[str, ...], make: Callable[[], str]) -> dict[str, int]:
+    """Addresses of `symbols` in the object called `name`; `make` writes its LLVM text if it is nowhere yet."""
+    key = _key(isa, name)
+    found = _loaded.get(key)
+    if found is not None:
+        return found
+    with _lock:
+        if key not in _loaded:
+            _loaded[key] = _link(_object(isa, key, make), symbols)
+        return _loaded[key]
+
+
+def _object(isa: Isa, key: str, make: Callable[[], str]) -> bytes:
+    folder = _folder()
+    if folder is None:
+        return assemble(isa, make())
+    path = folder / f"{key}.o"
+    found = _read(path)
+    if found is None:
+        with _alone(path.with_suffix(".lock")):
+            found = _read(path)
+            if found is None:
+                found = assemble(isa, make())
+                _write(path, found)
+    return found
+
+
+def _read(path: Path) -> bytes | None:
+    """A stored object, if it is there and whole."""
+    with contextlib.suppress(OSError):
+        data = path.read_bytes()
+        if hashlib.sha256(data[:-32]).digest() == data[-32:]:
+            return data[:-32]
+    return None
+
+
+def _write(path: Path, body: bytes) -> None:
+    with contextlib.suppress(OSError):
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(body + hashlib.sha256(body).digest())
+        os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Other processes that want the same object wait for this one instead of compiling it too, where files lock."""
+    try:
+        import fcntl
+
+        file = path.open("w")
+    except (ImportError, OSError):
+        yield
+        return
+    with file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def assemble(isa: Isa, text: str) -> bytes:
+    """Machine code of an LLVM module."""
+    import llvmlite.binding as llvm
+
+    target = _target(isa)
+    module = llvm.parse_assembly(text)
+    module.verify()
+    missing = [f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")]
+    if missing:
+        raise RuntimeError(f"compiled code calls what nothing defines: {missing}")
+    return target.emit_object(module)
+
+
+def optimise(isa: Isa, module: ir.Module) -> str:
+    """LLVM text of a module after the usual passes."""
+    import llvmlite.binding as llvm
+
+    target = _target(isa)
+    module.triple = target.triple
+    module.data_layout = str(target.target_data)
+    parsed = llvm.parse_assembly(str(module))
+    parsed.verify()
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    builder = llvm.create_pass_builder(target, options)
+    builder.getModulePassManager().run(parsed, builder)
+    return str(parsed)
+
+
+def _link(body: bytes, symbols: tuple[str, ...]) -> dict[str, int]:
+    import llvmlite.binding as llvm
+
+    with contextlib.suppress(RuntimeError):
+        llvm.initialize()
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_default_triple().create_target_machine()
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(body))
+    engine.finalize_object()
+    _engines.append(engine)
+    addresses = {name: engine.get_function_address(name) for name in symbols}
+    if not all(addresses.values()):
+        raise RuntimeError(f"the object lacks one of {symbols}")
+    return addresses
+
+
+ENTRY = "tilewise_entry"
+
+
+def numba_text(function: Callable[[int], None]) -> str:
+    """LLVM text of a Numba-compilable `function(int64) -> None` under the C name ENTRY.
+
+    Numba compiles and inlines; its own calling convention (a pointer for the result, one for an exception)
+    stays behind a C function of one argument, which a thread pool can call.
+    """
+    from numba import njit, types
+
+    compiled = njit(
+        types.void(types.int64),
+        nogil=True,
+        error_model="numpy",
+        no_cpython_wrapper=True,
+        no_cfunc_wrapper=True,
+    )(function)
+    text = compiled.inspect_llvm(compiled.signatures[0])
+    name = _defined(text, function.__name__)
+    return text + (
+        f"\ndefine void @{ENTRY}(i64 %task) {{\n  %result = alloca ptr\n  %error = alloca ptr\n"
+        f"  %status = call i32 @{name}(ptr %result, ptr %error, i64 %task)\n  ret void\n}}\n"
+    )
+
+
+def _defined(text: str, name: str) -> str:
+    found = [
+        m for m in re.findall(r'^define [^@\n]*@("?[\w.$]+"?)\(', text, re.M) if f"{len(name)}{name}B" in m
+    ]
+    if not found:
+        raise RuntimeError(f"Numba's module does not define {name}")
+    return found[-1]

@@ -1,0 +1,481 @@
+"""The microkernels as Numba intrinsics: everything the tile loops do to vectors.
+
+Addresses are int64 in bytes. Tiles are transposed, lanes = rows of q: row r of a tile is BLOCK_ROWS float32.
+One primitive does every product,
+
+    C[rows][lanes] = finish(sum_k A[r * a_row + k * a_k] * B[k * b_k][lanes]),
+
+with A read by scalar broadcast, so that K and V keep their layout and nothing but q is packed. A block is
+summed from zero and then added to what stands: chaining through all of N doubles the float32 error (measured).
+
+Source of the shapes: 6 rows x 2 vectors fill the 16 registers of AVX2, 6 x 4 the 32 of AVX-512 and NEON.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import llvmlite.ir as ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP
+from tilewise.backends.cpu.words import F32, HALF, I16, I32, I64, LOG2E, Words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tilewise.backends.cpu.isa import Isa
+
+ROW = 4 * BLOCK_ROWS
+"""Bytes of one row of a tile."""
+DEPTH = 64
+"""Products summed one after another in a score."""
+SHORT = 16
+"""A head of at most this size is summed in two halves: where it costs nothing, accuracy is free."""
+i64, f32 = types.int64, types.float32
+
+
+def _emit(signature: Any, body: Callable[..., Any], arguments: str) -> Any:
+    """An intrinsic of this signature whose code `body(builder, *values)` emits; a void one returns nothing."""
+    names = arguments.replace(" ", "").split(",")
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, values: tuple) -> Any:
+        result = body(builder, *values)
+        return context.get_dummy_value() if signature.return_type == types.void else result
+
+    scope: dict[str, Any] = {"pair": (signature, codegen)}
+    # Numba reads the argument names of the typing function, so it is written out.
+    exec(f"def word(typingctx, {', '.join(names)}):\n    return pair", scope)
+    return intrinsic(scope["word"])
+
+
+def _void(count: int, *more: Any) -> Any:
+    return types.void(*[i64] * count, *more)
+
+
+# ---- scalars -------------------------------------------------------------------------------------------------
+
+
+def scalar_load(type_: ir.Type, size: int, numba_type: Any) -> Any:
+    """load(address, index)."""
+
+    def body(b, base, index):
+        return b.load(b.inttoptr(b.add(base, b.mul(index, I64(size))), type_.as_pointer()), align=size)
+
+    return _emit(numba_type(i64, i64), body, "base, index")
+
+
+def scalar_store(type_: ir.Type, size: int, numba_type: Any) -> Any:
+    """store(address, index, value)."""
+
+    def body(b, base, index, value):
+        b.store(value, b.inttoptr(b.add(base, b.mul(index, I64(size))), type_.as_pointer()), align=size)
+
+    return _emit(types.void(i64, i64, numba_type), body, "base, index, value")
+
+
+load_i64, store_i64 = scalar_load(I64, 8, i64), scalar_store(I64, 8, i64)
+load_i32, store_i32 = scalar_load(I32, 4, types.int32), scalar_store(I32, 4, types.int32)
+load_f32, store_f32 = scalar_load(F32, 4, f32), scalar_store(F32, 4, f32)
+
+
+def _take(b: ir.IRBuilder, base: ir.Value) -> ir.Value:
+    return b.atomic_rmw("add", b.inttoptr(base, I64.as_pointer()), I64(1), "monotonic")
+
+
+take = _emit(i64(i64), _take, "base")
+"""The counter's value, which then is one more: how threads share out tasks."""
+
+
+def indirect(result: Any, count: int) -> Any:
+    """call(function, *arguments): a compiled function of the spec, int64 arguments, int64 or no result."""
+    returned = ir.VoidType() if result == types.void else I64
+
+    def body(b, function, *values):
+        kind = ir.FunctionType(returned, [I64] * count)
+        return b.call(b.inttoptr(function, kind.as_pointer()), values)
+
+    return _emit(
+        result(*[i64] * (count + 1)), body, ", ".join(["function", *(f"a{n}" for n in range(count))])
+    )
+
+
+# ---- microkernels --------------------------------------------------------------------------------------------
+
+
+class Micro:
+    """The intrinsics of one target and one storage type."""
+
+    def __init__(self, isa: Isa, dtype: str) -> None:
+        self.isa, self.dtype = isa, dtype
+        self.lanes, self.size = isa.lanes, 4 if dtype == "fp32" else 2
+        self.vector_bytes = 4 * isa.lanes
+        self.strip_vectors = STRIP // isa.lanes
+
+    def words(self, b: ir.IRBuilder) -> Words:
+        return Words(b, self.lanes, self.isa.half)
+
+    @functools.cached_property
+    def element_load(self) -> Any:
+        """load(address, index) -> float32 of one stored number."""
+
+        def body(b, base, index):
+            address = b.add(base, b.mul(index, I64(self.size)))
+            if self.dtype == "bf16":
+                raw = b.load(b.inttoptr(address, I16.as_pointer()), align=2)
+                return b.bitcast(b.shl(b.zext(raw, I32), I32(16)), F32)
+            kind = HALF if self.dtype == "fp16" else F32
+            value = b.load(b.inttoptr(address, kind.as_pointer()), align=self.size)
+            return b.fpext(value, F32) if self.dtype == "fp16" else value
+
+        return _emit(f32(i64, i64), body, "base, index")
+
+    @functools.cached_property
+    def element_store(self) -> Any:
+        """store(address, index, float32), rounded to the storage type."""
+
+        def body(b, base, index, value):
+            address = b.add(base, b.mul(index, I64(self.size)))
+            w = self.words(b)
+            narrow = b.extract_element(w.narrow(w.splat(value), self.dtype), I32(0))
+            b.store(narrow, b.inttoptr(address, narrow.type.as_pointer()), align=self.size)
+
+        return _emit(types.void(i64, i64, f32), body, "base, index, value")
+
+    def _sum(self, w: Words, sums: list, places: tuple, count: ir.Value) -> None:
+        """The inner loop: sums[r][v] += A[r] B[v] over `count` steps."""
+        b, (a, bb, a_row, a_k, b_k) = w.b, places
+        with cgutils.for_range(b, count, intp=I64) as loop:
+            from_b, from_a = b.add(bb, b.mul(loop.index, b_k)), b.add(a, b.mul(loop.index, a_k))
+            columns = [w.load(from_b, v * self.vector_bytes) for v in range(len(sums[0]))]
+            for r, row in enumerate(sums):
+                scalar = w.splat(w.load(from_a, b.mul(a_row, I64(r)), F32))
+                for cell, column in zip(row, columns, strict=True):
+                    b.store(w.fma(scalar, column, b.load(cell)), cell)
+
+    def product(self, rows: int, vectors: int, finish: str) -> Any:
+        """The primitive. finish: "scores" stores C and raises the running maximum at `extra`; "scaled" is
+        C = C * extra[lanes] + sum; "added" is C += sum."""
+        step = self.vector_bytes
+
+        def body(b, a, a_row, a_k, bb, b_k, count, c, c_row, extra):
+            w = self.words(b)
+            sums = [[cgutils.alloca_once(b, w.f) for _ in range(vectors)] for _ in range(rows)]
+            for row in sums:
+                for cell in row:
+                    b.store(w.k(0.0), cell)
+            if finish == "scores":
+                short = b.icmp_signed("<=", count, I64(SHORT))
+                depth = b.select(short, I64(SHORT // 2), I64(DEPTH))
+                # Sums of at most `depth` products, then sums of sums: long heads lose no digits.
+                with cgutils.for_range(
+                    b, b.udiv(b.add(count, b.sub(depth, I64(1))), depth), intp=I64
+                ) as part:
+                    first = b.mul(part.index, depth)
+                    rest = b.sub(count, first)
+                    span = b.select(b.icmp_signed("<", rest, depth), rest, depth)
+                    outer = (b.add(a, b.mul(first, a_k)), b.add(bb, b.mul(first, b_k)))
+                    self._sum(w, sums, (*outer, a_row, a_k, b_k), span)
+                    with b.if_then(b.icmp_signed("<", b.add(first, depth), count)):
+                        for r in range(rows):
+                            for v in range(vectors):
+                                at = b.add(b.mul(c_row, I64(r)), I64(v * step))
+                                value = b.load(sums[r][v])
+                                earlier = b.select(
+                                    b.icmp_signed("==", first, I64(0)), w.k(0.0), w.load(c, at)
+                                )
+                                w.store(b.fadd(value, earlier), c, at)
+                                b.store(w.k(0.0), sums[r][v])
+                with b.if_then(b.icmp_signed(">", count, depth)):
+                    for r in range(rows):
+                        for v in range(vectors):
+                            at = b.add(b.mul(c_row, I64(r)), I64(v * step))
+                            b.store(b.fadd(b.load(sums[r][v]), w.load(c, at)), sums[r][v])
+            else:
+                self._sum(w, sums, (a, bb, a_row, a_k, b_k), count)
+            for v in range(vectors):
+                top = None if finish == "added" else w.load(extra, v * step)
+                for r in range(rows):
+                    at = b.add(b.mul(c_row, I64(r)), I64(v * step))
+                    value = b.load(sums[r][v])
+                    if finish == "scores":
+                        top = w.maximum(value, top)
+                    elif finish == "scaled":
+                        value = w.fma(w.load(c, at), top, value)
+                    else:
+                        value = b.fadd(w.load(c, at), value)
+                    w.store(value, c, at)
+                if finish == "scores":
+                    w.store(top, extra, v * step)
+
+        return _emit(_void(9), body, "a, a_row, a_k, bb, b_k, count, c, c_row, extra")
+
+    @functools.cached_property
+    def scalar_exp(self) -> Any:
+        """exp(float32): e^x by the vector word, so that every place rounds alike."""
+
+        def body(b, x):
+            w = self.words(b)
+            return b.extract_element(w.exp2(b.fmul(w.splat(x), w.k(LOG2E))), I32(0))
+
+        return _emit(f32(f32), body, "x")
+
+    # ---- rows of q -------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def pack_square(self) -> Any:
+        """pack(addresses, offset, to, scale): `lanes` rows, given by address, times `lanes` numbers at
+        `offset`, transposed to rows of a tile."""
+
+        def body(b, addresses, offset, to, scale):
+            w = self.words(b)
+            factor = w.splat(scale)
+            rows = [w.widen(w.load(addresses, 8 * r, I64), offset, self.dtype) for r in range(self.lanes)]
+            for r, row in enumerate(w.transpose(rows)):
+                w.store(b.fmul(row, factor), to, r * ROW)
+
+        return _emit(_void(3, f32), body, "addresses, offset, to, scale")
+
+    def unpack_square(self, dtype: str) -> Any:
+        """unpack(tile, factors, empty, addresses, offset, count) -> 0, or not 0 if a number is not finite.
+
+        `lanes` rows of a tile times the lanes' factors, transposed, rounded, stored at `offset` of the first
+        `count` addresses. A lane whose factor is 0 becomes 0.
+        """
+
+        def body(b, tile, factors, addresses, offset, count):
+            w = self.words(b)
+            factor = w.load(factors)
+            dead = b.fcmp_ordered("==", factor, w.k(0.0))
+            rows = [
+                b.select(dead, w.k(0.0), b.fmul(w.load(tile, r * ROW), factor)) for r in range(self.lanes)
+            ]
+            total = rows[0]
+            for row in rows[1:]:
+                total = b.fadd(total, row)
+            # Lanes past the last row hold anything.
+            inside = b.icmp_signed(
+                "<", ir.Constant(w.i, list(range(self.lanes))), w.splat(b.trunc(count, I32))
+            )
+            wrong = b.fcmp_unordered("uno", b.fsub(total, total), w.k(0.0))
+            wrong = b.and_(wrong, inside)
+            for r, row in enumerate(w.transpose(rows)):
+                with b.if_then(b.icmp_signed(">", count, I64(r))):
+                    w.store(w.narrow(row, dtype), w.load(addresses, 8 * r, I64), offset)
+            return b.zext(b.bitcast(wrong, ir.IntType(self.lanes)), I64)
+
+        return _emit(i64(*[i64] * 5), body, "tile, factors, addresses, offset, count")
+
+    @functools.cached_property
+    def widen_vector(self) -> Any:
+        """widen(source, to): `lanes` stored numbers as float32."""
+
+        def body(b, source, to):
+            w = self.words(b)
+            w.store(w.widen(source, 0, self.dtype), to)
+
+        return _emit(_void(2), body, "source, to")
+
+    @functools.cached_property
+    def narrow_vector(self) -> Any:
+        """narrow(source, to, factor) -> not 0 if a number is not finite: float32 times factor, rounded."""
+
+        def body(b, source, to, factor):
+            w = self.words(b)
+            value = b.fmul(w.load(source), w.splat(factor))
+            w.store(w.narrow(value, self.dtype), to)
+            wrong = b.fcmp_unordered("uno", b.fsub(value, value), w.k(0.0))
+            return b.zext(b.bitcast(wrong, ir.IntType(self.lanes)), I64)
+
+        return _emit(i64(i64, i64, f32), body, "source, to, factor")
+
+    @functools.cached_property
+    def add_vector(self) -> Any:
+        """add(to, source): one vector of float32."""
+
+        def body(b, to, source):
+            w = self.words(b)
+            w.store(b.fadd(w.load(to), w.load(source)), to)
+
+        return _emit(_void(2), body, "to, source")
+
+    @functools.cached_property
+    def lane_dot(self) -> Any:
+        """dot(x, y, rows, to): one vector of lanes, the sum over the tiles' rows of x y, in the order of a product."""
+
+        def body(b, x, y, rows, to):
+            w = self.words(b)
+            total = cgutils.alloca_once(b, w.f)
+            b.store(w.k(0.0), total)
+            with cgutils.for_range(b, rows, intp=I64) as loop:
+                at = b.mul(loop.index, I64(ROW))
+                b.store(w.fma(w.load(x, at), w.load(y, at), b.load(total)), total)
+            w.store(b.load(total), to)
+
+        return _emit(_void(4), body, "x, y, rows, to")
+
+    # ---- softmax ---------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def advance(self) -> Any:
+        """advance(top, m, pivot, l, alpha): one vector of rows takes a block's maximum into account.
+
+        m = max(m, top); alpha = e^(old m - pivot); l *= alpha. pivot is m, or 0 where no key was seen:
+        then exp2(-inf) is the 0 it should be.
+        """
+
+        def body(b, top, m, pivot, total, alpha):
+            w = self.words(b)
+            old = w.load(m)
+            new = w.maximum(w.load(top), old)
+            base = b.select(b.fcmp_ordered("==", new, w.k(float("-inf"))), w.k(0.0), new)
+            factor = w.weight(b.fsub(old, base))
+            w.store(new, m)
+            w.store(base, pivot)
+            w.store(factor, alpha)
+            w.store(b.fmul(w.load(total), factor), total)
+
+        return _emit(_void(5), body, "top, m, pivot, total, alpha")
+
+    @functools.cached_property
+    def exponentials(self) -> Any:
+        """exponentials(s, pivot, l, count): one strip of a tile, s = e^(s - pivot), l += sums."""
+        vectors, step = self.strip_vectors, self.vector_bytes
+
+        def body(b, s, pivot, total, count):
+            w = self.words(b)
+            base = [w.load(pivot, v * step) for v in range(vectors)]
+            sums = [cgutils.alloca_once(b, w.f) for _ in range(vectors)]
+            for cell in sums:
+                b.store(w.k(0.0), cell)
+            with cgutils.for_range(b, count, intp=I64) as loop:
+                row = b.add(s, b.mul(loop.index, I64(ROW)))
+                for v in range(vectors):
+                    p = w.weight(b.fsub(w.load(row, v * step), base[v]))
+                    w.store(p, row, v * step)
+                    b.store(b.fadd(b.load(sums[v]), p), sums[v])
+            for v in range(vectors):
+                w.store(b.fadd(w.load(total, v * step), b.load(sums[v])), total, v * step)
+
+        return _emit(_void(4), body, "s, pivot, total, count")
+
+    @functools.cached_property
+    def slopes(self) -> Any:
+        """slopes(s, dp, m, low, delta, count): one vector of rows of a tile, s = p = e^(s - m - low),
+        dp = ds = p (dp - delta)."""
+
+        def body(b, s, dp, m, low, delta, count):
+            w = self.words(b)
+            base, less, sub = w.load(m), w.load(low), w.load(delta)
+            with cgutils.for_range(b, count, intp=I64) as loop:
+                at = b.mul(loop.index, I64(ROW))
+                p = w.weight(b.fsub(b.fsub(w.load(s, at), base), less))
+                w.store(p, s, at)
+                w.store(b.fmul(p, b.fsub(w.load(dp, at), sub)), dp, at)
+
+        return _emit(_void(6), body, "s, dp, m, low, delta, count")
+
+    @functools.cached_property
+    def weigh(self) -> Any:
+        """weigh(p, dp, alpha, delta, count): one vector of rows, delta = delta alpha + sum p dp, where p is not 0."""
+
+        def body(b, p, dp, alpha, delta, count):
+            w = self.words(b)
+            total = cgutils.alloca_once(b, w.f)
+            b.store(w.k(0.0), total)
+            with cgutils.for_range(b, count, intp=I64) as loop:
+                at = b.mul(loop.index, I64(ROW))
+                weight = w.load(p, at)
+                part = b.select(
+                    b.fcmp_ordered("==", weight, w.k(0.0)), w.k(0.0), b.fmul(weight, w.load(dp, at))
+                )
+                b.store(b.fadd(b.load(total), part), total)
+            w.store(w.fma(w.load(delta), w.load(alpha), b.load(total)), delta)
+
+        return _emit(_void(5), body, "p, dp, alpha, delta, count")
+
+    @functools.cached_property
+    def settle(self) -> Any:
+        """settle(m, l, sink, low, delta): one vector of rows with the sink merged: m the pivot, low = ln l, delta / l.
+
+        A row that saw nothing gets m = inf, so that its weights are 0."""
+
+        def body(b, m, total, sink, low, delta):
+            w = self.words(b)
+            none, zero = w.k(float("-inf")), w.k(0.0)
+            top, logit = w.load(m), w.load(sink)
+            best = b.select(b.fcmp_ordered(">", logit, top), logit, top)
+            base = b.select(b.fcmp_ordered("==", best, none), zero, best)
+            alpha = w.weight(b.fsub(top, base))
+            sum_ = b.fadd(b.fmul(w.load(total), alpha), w.weight(b.fsub(logit, base)))
+            empty = b.fcmp_ordered("==", sum_, zero)
+            w.store(b.select(empty, w.k(float("inf")), base), m)
+            w.store(b.select(empty, zero, w.log(sum_)), low)
+            w.store(b.select(empty, zero, b.fdiv(b.fmul(w.load(delta), alpha), sum_)), delta)
+
+        return _emit(_void(5), body, "m, total, sink, low, delta")
+
+    @functools.cached_property
+    def sink_slope(self) -> Any:
+        """slope(sink, m, low, delta, to): one vector of rows, ds of the sink = -p delta; 0 where it has no weight."""
+
+        def body(b, sink, m, low, delta, to):
+            w = self.words(b)
+            p = w.weight(b.fsub(b.fsub(w.load(sink), w.load(m)), w.load(low)))
+            value = b.fneg(b.fmul(p, w.load(delta)))
+            w.store(b.select(b.fcmp_ordered("==", p, w.k(0.0)), w.k(0.0), value), to)
+
+        return _emit(_void(5), body, "sink, m, low, delta, to")
+
+    @functools.cached_property
+    def close(self) -> Any:
+        """close(m, l, sink, inverse, lse): one vector of finished rows.
+
+        The sink is one more key with value 0. inverse is 0 for a row
+        that saw nothing, lse is -inf.
+        """
+
+        def body(b, m, total, sink, inverse, lse):
+            w = self.words(b)
+            none, zero, log2e = w.k(float("-inf")), w.k(0.0), w.k(LOG2E)
+            top, logit = w.load(m), w.load(sink)
+            best = b.select(b.fcmp_ordered(">", logit, top), logit, top)
+            base = b.select(b.fcmp_ordered("==", best, none), zero, best)
+            alpha = w.exp2(b.fmul(b.fsub(top, base), log2e))
+            sum_ = b.fadd(b.fmul(w.load(total), alpha), w.exp2(b.fmul(b.fsub(logit, base), log2e)))
+            empty = b.fcmp_ordered("==", sum_, zero)
+            w.store(b.select(empty, zero, b.fdiv(alpha, sum_)), inverse)
+            value = b.fadd(base, w.log(sum_))
+            w.store(b.select(empty, none, value), lse)
+
+        return _emit(_void(5), body, "m, total, sink, inverse, lse")
+
+    # ---- dropout ---------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def drop_four(self) -> Any:
+        """drop(tile, q, h, counter, key, first, last, factor): one vector of rows, the keys of one counter.
+
+        tile is the row of the counter's word 0; words first <= w < last lie inside the tile. q and h are the
+        lanes' positions and heads; counter is (k >> 2, b, threshold) and key the seed's words, int64 each.
+        """
+
+        def body(b, tile, q, h, counter, key, first, last, factor):
+            w = self.words(b)
+
+            def number(base: ir.Value, n: int) -> ir.Value:
+                return w.splat(b.trunc(w.load(base, 8 * n, I64), I32))
+
+            lanes = [number(counter, 0), w.load(q, 0, w.i), w.load(h, 0, w.i), number(counter, 1)]
+            threshold, scale = number(counter, 2), w.splat(factor)
+            for n, word in enumerate(w.philox(lanes, (number(key, 0), number(key, 1)))):
+                here = b.and_(b.icmp_signed("<=", first, I64(n)), b.icmp_signed("<", I64(n), last))
+                with b.if_then(here):
+                    kept = b.icmp_unsigned(">=", word, threshold)
+                    value = b.fmul(w.load(tile, n * ROW), scale)
+                    w.store(b.select(kept, value, w.k(0.0)), tile, n * ROW)
+
+        return _emit(_void(7, f32), body, "tile, q, h, counter, key, first, last, factor")

@@ -1,0 +1,49 @@
+"""Where the kernels find what: slots of the parameter block of a call, of its segments, and of a thread's scratch.
+
+Everything is int64 and little-endian; a float32 stands in the low half of its slot. Strides are in bytes.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+from tilewise.backends.cpu.isa import BLOCK_ROWS
+
+
+def _slots(name: str, fields: str):
+    names = fields.split()
+    return namedtuple(name, names)(*range(len(names)))  # type: ignore[call-overload]  # the fields are the text
+
+
+P = _slots(
+    "P",
+    "task thread flag num_tasks segments num_segments scratch scratch_bytes "
+    "q q_b q_h q_n k k_b k_h k_n v v_b v_h v_n out out_b out_h out_n lse lse_b lse_h "
+    "do do_b do_h do_n dq dq_b dq_h dq_n dk dk_b dk_h dk_n dv dv_b dv_h dv_n dlse dlse_b dlse_h "
+    "sink_rows sink_rows_b sink_rows_h "
+    "exact heads heads_kv group head_dim head_dim_v packed wide_out total_rows key_block superblock "
+    "part_out part_lse part_dq leaf_parts leaf_part_bytes "
+    "scale sink "
+    "dropout threshold factor seed_low seed_high h_offset b_offset "
+    "classify fold_full fold_partial slopes_full slopes_partial spec",
+)
+"""A call. classify, fold_*, slopes_*: addresses of the spec's code, 0 where the spec has none."""
+
+SEGMENT = _slots(
+    "SEGMENT",
+    "row0 rows key0 keys q_offset k_offset b tensor_b first_task splits chunk table columns first_tile size",
+)
+"""A batch entry or a packed sequence; its tasks are first_task and on. table: address of the
+classes of its tiles, rows of `columns` bytes, where the host made them."""
+
+LANE = 4 * BLOCK_ROWS
+_VECTORS = ["m", "l", "pivot", "alpha", "top", "inverse", "lse", "sink", "counter", "low", "delta"]
+LANES = namedtuple("LANES", ["i", "q", "h", "numbers", "row_address", "out_address", *_VECTORS, "tile"])(  # type: ignore[misc]
+    0, LANE, 2 * LANE, 3 * LANE, 4 * LANE, 6 * LANE, *((8 + n) * LANE for n in range(len(_VECTORS) + 1))
+)
+"""Byte offsets in a thread's scratch: vectors of the block's rows, then `tile`, where its tiles begin."""
+
+NUMBER = _slots("NUMBER", "b g h_first h_last q_offset k_offset")
+"""int32 at LANES.numbers: what is one number for the whole block."""
+TABLE = _slots("TABLE", "a b c d e f g h address columns")
+"""int64 at LANES.numbers, after those: the segment's table of tile classes."""

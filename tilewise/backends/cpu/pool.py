@@ -1,0 +1,82 @@
+"""Runs one C function on all threads: torch's own OpenMP pool, else plain threads, else this thread.
+
+The function gets the address of the call's parameters and takes tasks from a counter there, so any number of
+threads gives the same bits. TILEWISE_CPU_POOL forces a path: "openmp", "threads", "serial".
+
+A child forked after the pool was used has no pool threads; libgomp would wait for them for ever. There the
+work runs on the forking thread alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_WORKER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_forked = False
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+@functools.lru_cache(maxsize=1)
+def _gomp_parallel() -> Any:
+    """GOMP_parallel of the libgomp that torch itself runs on; None if there is none."""
+    folder = Path(torch.__file__).parent / "lib"
+    beside = Path(torch.__file__).parent.parent / "torch.libs"
+    names = [*sorted(folder.glob("libgomp*.so*")), *sorted(beside.glob("libgomp*.so*"))]
+    for name in [*map(str, names), "libgomp.so.1"]:
+        try:
+            # Only a library that is loaded already: a second OpenMP runtime would be a second pool.
+            found = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        found.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        found.restype = None
+        return found
+    return None
+
+
+def pool_name() -> str:
+    """The path a parallel call takes: "openmp", "threads" or "serial"."""
+    forced = os.environ.get("TILEWISE_CPU_POOL", "")
+    if _forked or forced == "serial":
+        return "serial"
+    if forced == "threads" or _gomp_parallel() is None:
+        return "threads"
+    return "openmp"
+
+
+def num_threads() -> int:
+    """Threads a call may use: torch's setting, one in a forked child."""
+    return 1 if pool_name() == "serial" else torch.get_num_threads()
+
+
+def run_parallel(function: int, parameters: int, threads: int) -> None:
+    """Call the C function at address `function` with `parameters` on that many threads, and wait."""
+    if threads <= 1:
+        _WORKER(function)(parameters)
+        return
+    if pool_name() == "openmp":
+        _gomp_parallel()(function, parameters, threads, 0)
+        return
+    # ctypes lets go of the GIL during the call, so plain threads do run side by side.
+    work = _WORKER(function)
+    others = [threading.Thread(target=work, args=(parameters,)) for _ in range(threads - 1)]
+    for other in others:
+        other.start()
+    work(parameters)
+    for other in others:
+        other.join()
