@@ -23,14 +23,16 @@ from tilewise.state import Partial
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-INT32 = 2**31 - 1
+FAR = 2**30
+"""Offsets stay within this, so that a position and the distance of two positions fit int32."""
 
 
 class Gradients(NamedTuple):
     """What `attention_partial_backward` gives: dq, dk, dv in the inputs' dtypes, and one entry per leaf.
 
     `leaves` follows the float leaves of the scores and the mask in the order written (masks first);
-    None for leaves without a gradient.
+    None for leaves without a gradient. A leaf has the shape its term holds: (1, H) for slopes (H,), four
+    dimensions for a bias.
     """
 
     dq: Tensor
@@ -68,8 +70,10 @@ def _offset(name: str, value: Any, batch: int) -> tuple[str, int, list[Tensor]]:
         return "tensor", 0, [value.reshape(-1)]
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise OptionError(f"{name} is an int or an int tensor of shape (B,), not {value!r}")
-    if not -INT32 <= value <= INT32:
-        raise OptionError(f"{name} is {value}, and positions are int32")
+    if not -FAR <= value <= FAR:
+        raise OptionError(
+            f"{name} is {value}, and offsets stay within +-2**30: positions and their distances are int32"
+        )
     return "int", value, []  # type: ignore[return-value]  # a SymInt passes as an int
 
 

@@ -7,7 +7,6 @@ look would be a synchronisation.
 from __future__ import annotations
 
 import functools
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from tilewise.dtypes import lookup
 from tilewise.errors import DeviceError, DTypeError, OptionError, ShapeError, message
 from tilewise.spec import expression as ex
+from tilewise.spec.scores import LARGEST
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -102,7 +102,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     if (
         isinstance(scale, Tensor)
         or not isinstance(scale, (int, float, torch.SymFloat))
-        or not -math.inf < scale < math.inf
+        or not -LARGEST < scale < LARGEST
     ):
         raise OptionError(
             f"scale is a finite number, not {scale!r}\nA learned scale is a factor of q, or a score term: "

@@ -175,6 +175,17 @@ def _op_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple:
 torch.library.register_autograd("tilewise::attention", _op_backward, setup_context=_op_setup)
 
 
+def _refuse_double_backward(ctx: Any, *_: Any) -> None:
+    from tilewise.errors import UnsupportedProblem
+
+    raise UnsupportedProblem(
+        "the op has no second derivative in compiled code or on fake tensors\nTake it in eager code, which has."
+    )
+
+
+torch.library.register_autograd("tilewise::attention_backward", _refuse_double_backward)
+
+
 # ---- autograd Functions --------------------------------------------------------------------------------------
 
 

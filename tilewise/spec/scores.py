@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+LARGEST = 3.4028234e38
+"""The largest float32."""
+
+
 class ScoreTerm:
     """One change of the score. Terms apply in the order in which `scores=` lists them."""
 
@@ -171,7 +175,7 @@ def softcap(cap: float) -> ScoreTerm:
 
     Source: Gemma 2 report, 2024, section 2, https://arxiv.org/abs/2408.00118.
     """
-    if not 0 < cap < math.inf:
+    if not 0 < cap < LARGEST:
         raise OptionError(f"softcap is {cap}, and must be positive and finite")
     return ScoreTerm(Softcap.bind(floats=(float(cap),)))
 
