@@ -258,3 +258,49 @@ def test_partial_backward_checks_leaves_and_lengths_as_a_forward_does() -> None:
     x = q[0].transpose(0, 1)
     with pytest.raises(tw.ShapeError, match="cu_seqlens_q"):
         tw.attention_partial_backward(x, x, x, x, lse[0], x, cu_seqlens_q=torch.tensor([0, 9]))
+
+
+def test_gathered_leaf_gradients_repeat_with_several_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        make = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(2, 8, 400, 32, generator=make) for _ in range(3))
+        table = torch.randn(7, generator=make, requires_grad=True)
+        scores = tw.custom_score(lambda s, q, k, t: s + t[(q * k) % 7], table)
+
+        def gradient():
+            out = tw.attention(q, k, v, scores=scores, deterministic=True, backend="blockwise")
+            return torch.autograd.grad(out.square().sum(), table)[0]
+
+        first = gradient()
+        assert all(torch.equal(gradient(), first) for _ in range(5))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_double_backward_where_every_score_is_finfo_min():
+    make = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 1, 3, 4, generator=make).requires_grad_() for _ in range(3)]
+    lowest = torch.full((3, 3), torch.finfo(torch.float32).min)
+
+    def second(fn):
+        first = torch.autograd.grad(fn(*inputs).pow(2).sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum(g.pow(2).sum() for g in first), inputs)
+
+    # finfo.min swallows the scores: each row is the mean of v, whatever q and k are.
+    wanted = second(lambda q, k, v: torch.softmax(q @ k.mT * 0.5 + lowest, -1) @ v)
+    got = second(lambda q, k, v: tw.attention(q, k, v, scores=tw.bias(lowest), backend="blockwise"))
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_the_slow_path_warning_points_at_the_user(monkeypatch):
+    from tilewise import dispatch
+
+    monkeypatch.setattr(dispatch, "_warned", set())
+    monkeypatch.setattr(tw.config, "slow", "warn")
+    q = torch.randn(1, 1, 2, 4)
+    with pytest.warns(tw.SlowPathWarning) as found:
+        tw.attention(q, q, q)
+    assert found[0].filename == __file__

@@ -131,7 +131,7 @@ def test_B124_compile_without_a_graph_break(check: Checker) -> None:
     torch.compiler.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     eager, traced = loss(*tensors), compiled(*tensors)
-    assert torch.allclose(eager, traced, rtol=1e-6)
+    assert torch.allclose(eager, traced, rtol=2e-5)
     wanted = torch.autograd.grad(eager, tensors)
     for one, other in zip(wanted, torch.autograd.grad(traced, tensors), strict=True):
         assert torch.allclose(one, other, atol=1e-5)

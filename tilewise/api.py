@@ -161,9 +161,7 @@ def _write(
         raise OptionError("k_offset is an int or an int tensor of shape (B,), not None")
     q_kind, q_number, q_tensors = _offset("q_offset", q_offset, batch)
     k_kind, k_number, k_tensors = _offset("k_offset", k_offset, batch)
-    _, h_number, _ = (
-        _offset("h_offset", h_offset, batch) if isinstance(h_offset, int) else _refuse_h_offset(h_offset)
-    )
+    h_number = checks.check_h_offset(h_offset)
     if not isinstance(backend, str) or ";" in backend or "#" in backend:  # they separate options in the text
         raise OptionError(f"there is no backend {backend!r}: backend is a name, without ; and #")
 
@@ -205,10 +203,6 @@ def _write(
     return Written(
         [q, k, v, *leaves, *extra], _seed(q, p, seed), Numbers(tuple(ints), (*floats, factor, float(p)), text)
     )
-
-
-def _refuse_h_offset(value: Any) -> tuple[str, int, list[Tensor]]:
-    raise OptionError(f"h_offset is an int, not {value!r}")
 
 
 def _finish(written: Written, return_lse: bool, out: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:

@@ -111,6 +111,13 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
+def check_h_offset(h_offset: object) -> int:
+    """The number of the first head.  Raises OptionError unless it is an int that fits int32."""
+    if isinstance(h_offset, bool) or not isinstance(h_offset, (int, torch.SymInt)) or abs(h_offset) >= 2**31:
+        raise OptionError(f"h_offset is an int within int32, not {h_offset!r}")
+    return h_offset  # type: ignore[return-value]  # a SymInt passes as an int
+
+
 def check_int_tensor(name: str, t: Tensor, length: int | None = None) -> None:
     """Raise unless t is a 1-d (or one-element) integer tensor, of the given length if one is given."""
     if not isinstance(t, Tensor):
@@ -140,7 +147,7 @@ def _leaf_extents(spec: AttentionSpec) -> tuple[tuple[int, int, str, ex.Node | N
     return tuple(sorted(found, key=lambda x: x[:3]))
 
 
-def _longest(cu_seqlens: Tensor | None, used: Tensor | None, total: int) -> int | None:
+def _longest(cu_seqlens: Tensor | None) -> int | None:
     """Longest sequence of a packed call, if that can be seen without a sync."""
     if cu_seqlens is None or cu_seqlens.device.type != "cpu":
         return None
@@ -184,8 +191,8 @@ def check_values(problem: Problem, inputs: Inputs) -> None:
     if not inputs.leaves:
         return
     if problem.options.layout == "varlen":
-        longest_q = _longest(inputs.cu_seqlens_q, inputs.seqused_q, shape.seqlen_q)
-        longest_k = _longest(inputs.cu_seqlens_k, inputs.seqused_k, shape.seqlen_k)
+        longest_q = _longest(inputs.cu_seqlens_q)
+        longest_k = _longest(inputs.cu_seqlens_k)
     sizes = {
         "b": shape.batch,
         "h": shape.num_heads_q,

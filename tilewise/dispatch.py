@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
@@ -139,5 +140,16 @@ def _say_slow(name: str, problem: Problem, asked: list[tuple[str, list[Reason]]]
         warnings.warn(
             f"{text}\nSilence with backend={name!r} or tilewise.config.slow = 'quiet'.",
             SlowPathWarning,
-            stacklevel=2,
+            stacklevel=_depth_to_user(),
         )
+
+
+def _depth_to_user() -> int:
+    """Frames from the caller of this function up to the first outside Tilewise and torch, for warnings."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
+        "tilewise",
+        "torch",
+    ):
+        frame, depth = frame.f_back, depth + 1
+    return depth

@@ -17,6 +17,7 @@ from tilewise.backends.protocol import Gradients, Needs
 from tilewise.checks import check_values
 from tilewise.dispatch import choose
 from tilewise.problem import Inputs, Problem, decode_inputs, decode_problem, empty_in_order
+from tilewise.vmap import batch_backward, batch_by_loop, batch_forward, refuse_old_vmap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -210,32 +211,19 @@ class Attention(torch.autograd.Function):
         if (do is None and dlse is None) or not any(needs):
             return (None,) * (2 + len(tensors))
         do = torch.zeros_like(out) if do is None else do
-        _refuse_old_vmap(do, dlse)
+        refuse_old_vmap(do, dlse)
         found = iter(Backward.apply(ctx.numbers, needs, seed, out.detach(), lse.detach(), do, dlse, *tensors))
         return (None, None, *(next(found) if need else None for need in needs))
 
     @staticmethod
     def jvp(ctx: Any, *dots: Any) -> tuple[Tensor, Tensor]:
-        _refuse_old_vmap(*dots)
+        refuse_old_vmap(*dots)
         seed, out, lse, *tensors = ctx.saved_tensors
         return Jvp.apply(ctx.numbers, seed, out.detach(), lse.detach(), len(tensors), *tensors, *dots[2:])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, numbers: Numbers, seed: Tensor | None, *tensors: Tensor) -> tuple:
-        from tilewise.vmap import batch_forward
-
         return batch_forward(Attention, info, in_dims, numbers, seed, *tensors)
-
-
-def _refuse_old_vmap(*grads: Tensor | None) -> None:
-    """torch.autograd's own batching (is_grads_batched, vectorize=True) reaches no Function; torch.func does."""
-    if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grads):
-        from tilewise.errors import UnsupportedProblem
-
-        raise UnsupportedProblem(
-            "is_grads_batched=True and vectorize=True use an older vmap that cannot batch this function\n"
-            "Use torch.func.vjp or jvp under torch.func.vmap, torch.func.jacrev or jacfwd."
-        )
 
 
 class Backward(torch.autograd.Function):
@@ -288,8 +276,6 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
-        from tilewise.vmap import batch_backward
-
         return batch_backward(Backward, info, in_dims, *args)
 
 
@@ -332,8 +318,6 @@ class Jvp(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
-        from tilewise.vmap import batch_by_loop
-
         return batch_by_loop(Jvp, info, in_dims, *args)
 
 
@@ -366,8 +350,6 @@ class Hvp(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
-        from tilewise.vmap import batch_by_loop
-
         return batch_by_loop(Hvp, info, in_dims, *args)
 
 

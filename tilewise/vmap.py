@@ -105,3 +105,14 @@ def batch_backward(
     ]
     grads = function.apply(numbers, needs, seed, *folded, *args[8:])
     return tuple(_unfold(g, info.batch_size) for g in grads), (0,) * len(grads)
+
+
+def refuse_old_vmap(*grads: Tensor | None) -> None:
+    """torch.autograd's own batching (is_grads_batched, vectorize=True) reaches no Function; torch.func does."""
+    if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grads):
+        from tilewise.errors import UnsupportedProblem
+
+        raise UnsupportedProblem(
+            "is_grads_batched=True and vectorize=True use an older vmap that cannot batch this function\n"
+            "Use torch.func.vjp or jvp under torch.func.vmap, torch.func.jacrev or jacfwd."
+        )

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from tilewise.spec.masks import Mask
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
-MASK_HELP = 'none, causal, window:256[:0], prefix:N, chunk:N, documents:N, "not MASK", joined by "&"; default: %(default)s'
+MASK_HELP = (
+    'none, causal, window:256[:0], prefix:N, chunk:N, documents:N, "not MASK", joined by "&"; '
+    "default: %(default)s"
+)
 
 
 def whole(low: int) -> Callable[[str], int]:

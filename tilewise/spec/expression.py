@@ -32,7 +32,6 @@ ARITY = {
     **dict.fromkeys((*ARITHMETIC, *COMPARISON, *LOGIC), 2),
     "where": 3,
 }
-LEAF_KINDS = ("float", "int", "bool")
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 

@@ -169,8 +169,14 @@ def accumulate(env: Env, site: ex.Node, gradient: Tensor, contribution: Tensor) 
     shape = torch.broadcast_shapes((1, 1, 1, 1), *(x.shape for x in indices))
     reduced = contribution.sum_to_size(shape)
     where = tuple(x.expand(shape) for x in _clamped(gradient, indices))
-    if where:
-        gradient.index_put_(where, reduced, accumulate=True)
+    if where and gradient.is_cuda:
+        gradient.index_put_(where, reduced, accumulate=True)  # sorts, so the order of the sums is fixed
+    elif where:
+        # On the CPU index_put_ adds from several threads in any order; index_add_ on one dimension does not.
+        flat = torch.zeros((), dtype=torch.int64, device=gradient.device)
+        for x, size in zip(where, gradient.shape, strict=True):
+            flat = flat * size + x
+        gradient.view(-1).index_add_(0, flat.reshape(-1), reduced.reshape(-1))
     else:
         gradient += reduced.reshape(())
 

@@ -196,7 +196,9 @@ def _link(body: bytes, symbols: tuple[str, ...]) -> dict[str, int]:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     machine = llvm.Target.from_default_triple().create_target_machine()
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    # One block for all sections: code reaches its constants by 32-bit offsets, and sections mapped one by one may
+    # lie further apart than that, which LLVM answers by ending the process.
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine, use_lmm=True)
     engine.add_object_file(llvm.ObjectFileRef.from_data(body))
     engine.finalize_object()
     _engines.append(engine)

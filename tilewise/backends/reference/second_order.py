@@ -6,7 +6,7 @@ With L = <do, out> + <dlse, lse> and a direction u of the inputs x (q, k, v, lea
     hvp(x, u, do)      the tangent along u of grad_x L, do and dlse held fixed
 
 The gradient of <u, grad_x L> is hvp in x and jvp in (do, dlse), so these two are all that double backward
-and forward-over-reverse need. Memory is O(N): weights are recomputed from lse, as in the backward.
+and forward-over-reverse need. Memory is O(N): weights are recomputed, as in the backward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tilewise.backends.protocol import Gradients
 from tilewise.backends.reference import tile as t
 from tilewise.backends.reference.segments import uniform
 from tilewise.backends.reference.tile import LOG2E
-from tilewise.backends.reference.walk import Walk, drop, hide
+from tilewise.backends.reference.walk import Walk, drop, hide, tile_scores
 from tilewise.spec.print_torch import accumulate
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class _Rows(NamedTuple):
 
     q: Tensor
     q_dot: Tensor
-    lse: Tensor
+    m: Tensor
+    low: Tensor
 
 
 class _Tile(NamedTuple):
@@ -67,6 +68,28 @@ class _Tile(NamedTuple):
     dots: tuple[Tensor, ...]
 
 
+def row_statistics(
+    walk: Walk, segment: Segment, rows: tuple[int, int], columns: list[tuple[tuple[int, int], int]], q: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(m, log2 l) of a tile of rows over its keys and the sink; q carries the scale."""
+    m = q.new_full(q.shape[:3], -math.inf)
+    l = torch.zeros_like(m)  # noqa: E741
+    for cols, kind in columns:
+        walk.fold.at(segment, rows, cols)
+        s = tile_scores(walk, q, walk.wide(walk.cut_columns(walk.k, segment, cols)), kind)
+        top = torch.maximum(m, s.amax(-1))
+        pivot = top.masked_fill(top == -math.inf, 0.0)
+        l = l * torch.exp2((m - pivot) * LOG2E) + ((s - pivot[..., None]) * LOG2E).exp2_().sum(-1)  # noqa: E741
+        m = top
+    if walk.inputs.sink is not None:
+        logit = walk.inputs.sink.to(m.dtype).view(1, -1, 1)
+        top = torch.maximum(m, logit)
+        pivot = top.masked_fill(top == -math.inf, 0.0)
+        l = l * torch.exp2((m - pivot) * LOG2E) + torch.exp2((logit - pivot) * LOG2E)  # noqa: E741
+        m = top
+    return m, torch.log2(l.masked_fill(l == 0, 1.0))
+
+
 class _Tangent:
     """The walk over a call with its direction."""
 
@@ -76,7 +99,6 @@ class _Tangent:
         given = zip((inputs.q, inputs.k, inputs.v), direction[:3], strict=True)
         dots = (torch.zeros_like(x) if dot is None else dot for x, dot in given)
         self.q_dot, self.k_dot, self.v_dot = (uniform(problem, x) for x in dots)
-        self.lse = uniform(problem, lse)
         self.guarded = not (
             t.all_finite(inputs.q, inputs.k, inputs.v, *direction[:3])
             and (lse.numel() == 0 or bool(lse.amax() < math.inf))
@@ -85,12 +107,15 @@ class _Tangent:
             None if inputs.sink is None or direction.sink is None else direction.sink.to(lse.dtype)
         )
 
-    def rows(self, segment: Segment, rows: tuple[int, int]) -> _Rows:
+    def rows(
+        self, segment: Segment, rows: tuple[int, int], columns: list[tuple[tuple[int, int], int]]
+    ) -> _Rows:
+        """A tile of rows; m and log2 l are computed afresh, for the reason that the backward has."""
         walk, scale = self.walk, self.inputs.scale
         q = walk.wide(walk.cut_rows(walk.q, segment, rows)) * scale
         q_dot = walk.wide(walk.cut_rows(self.q_dot, segment, rows)) * scale
-        lse = walk.cut_rows(self.lse, segment, rows)
-        return _Rows(q, q_dot, lse.masked_fill(lse == -math.inf, math.inf))
+        m, low = row_statistics(walk, segment, rows, columns, q)
+        return _Rows(q, q_dot, m.masked_fill(m == -math.inf, math.inf), low)
 
     def tile(
         self, place: tuple[Segment, tuple[int, int], tuple[int, int]], kind: int, data: _Rows,
@@ -110,7 +135,7 @@ class _Tangent:
         hidden = s == -math.inf
         if alive is not None:
             hidden = hidden | ~alive[..., None]
-        p = torch.exp2((s - data.lse[..., None]) * LOG2E).masked_fill(hidden, 0.0)
+        p = torch.exp2((s - data.m[..., None]) * LOG2E - data.low[..., None]).masked_fill(hidden, 0.0)
         s_dot = values[half].expand_as(s0).masked_fill(hidden, 0.0)
         factor = walk.fold.dropout()
         visible = ~hidden if self.guarded else None
@@ -119,10 +144,10 @@ class _Tangent:
             k, k_dot, v, v_dot, p, s_dot, factor, hidden, visible, kept, values[:half], values[half:]
         )
 
-    def sink_weight(self, lse: Tensor) -> Tensor:
+    def sink_weight(self, data: _Rows) -> Tensor:
         """Weight of the sink in each row."""
-        logit = self.inputs.sink.to(lse.dtype).view(1, -1, 1)  # type: ignore[union-attr]
-        return torch.exp2((logit - lse) * LOG2E).masked_fill(logit == -math.inf, 0.0)
+        logit = self.inputs.sink.to(data.m.dtype).view(1, -1, 1)  # type: ignore[union-attr]
+        return torch.exp2((logit - data.m) * LOG2E - data.low).masked_fill(logit == -math.inf, 0.0)
 
 
 def jvp(
@@ -138,7 +163,7 @@ def jvp(
     walk, out_view = run.walk, uniform(problem, out)
     for segment in walk.segments():
         for rows, columns in walk.row_tiles(segment):
-            data = run.rows(segment, rows)
+            data = run.rows(segment, rows, columns)
             acc = data.q.new_zeros((*data.q.shape[:3], problem.shape.head_dim_v))
             total = data.q.new_zeros(data.q.shape[:3])
             for cols, kind in columns:
@@ -147,7 +172,7 @@ def jvp(
                 w = x.p if x.factor is None else x.p * x.factor
                 acc += t.over_keys(w * x.s_dot, x.v, x.kept) + t.over_keys(w, x.v_dot, x.kept)
             if run.sink_dot is not None:
-                total += run.sink_weight(data.lse) * run.sink_dot.view(1, -1, 1)
+                total += run.sink_weight(data) * run.sink_dot.view(1, -1, 1)
             acc -= total[..., None] * walk.wide(walk.cut_rows(out_view, segment, rows))
             walk.cut_rows(uniform(problem, out_dot), segment, rows).copy_(acc)
             walk.cut_rows(uniform(problem, lse_dot), segment, rows).copy_(total)
@@ -206,7 +231,7 @@ class _Hessian:
         walk = self.run_over.walk
         for segment in walk.segments():
             for rows, columns in walk.row_tiles(segment):
-                data = self.run_over.rows(segment, rows)
+                data = self.run_over.rows(segment, rows, columns)
                 do = walk.wide(walk.cut_rows(self.do, segment, rows))
                 per_row = tuple(
                     walk.cut_rows(x, segment, rows) for x in (self.lse_dot, self.delta, self.delta_dot)
@@ -236,7 +261,7 @@ class _Hessian:
         if self.sink is None:
             return
         lse_dot, delta, delta_dot = per_row
-        p = self.run_over.sink_weight(data.lse)
+        p = self.run_over.sink_weight(data)
         s_dot = 0.0 if self.run_over.sink_dot is None else self.run_over.sink_dot.view(1, -1, 1)
         p_dot = p * (s_dot - lse_dot)
         part = p_dot * delta + p * delta_dot

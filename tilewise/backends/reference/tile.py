@@ -43,7 +43,6 @@ class Trees:
         dots = tuple(tangent(root, len(spec.leaves)) for root in roots)
         self.score = compile_torch((score,))
         self.score_and_slopes = compile_torch(roots, self.sites)
-        self.score_and_dot = compile_torch((score, dots[0]))
         self.all_and_dots = compile_torch(roots + dots, self.sites)
         self.num_nodes = (
             sum(bool(n.args) and n.type == "float" for n in ex.topological(score)) if self.has_terms else 0
