@@ -113,7 +113,11 @@ def check_scale(scale: float | None, head_dim: int) -> float:
 
 def check_h_offset(h_offset: object) -> int:
     """The number of the first head.  Raises OptionError unless it is an int that fits int32."""
-    if isinstance(h_offset, bool) or not isinstance(h_offset, (int, torch.SymInt)) or abs(h_offset) >= 2**31:
+    if (
+        isinstance(h_offset, bool)
+        or not isinstance(h_offset, (int, torch.SymInt))
+        or not -(2**31) < h_offset < 2**31
+    ):
         raise OptionError(f"h_offset is an int within int32, not {h_offset!r}")
     return h_offset  # type: ignore[return-value]  # a SymInt passes as an int
 
