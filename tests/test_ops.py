@@ -171,13 +171,14 @@ def test_fake_strides_are_the_real_ones(layout):
     assert order == sorted(range(4), key=q.stride)
 
 
+@pytest.mark.parametrize("backend", ["blockwise", "naive"])
 @each_problem
-def test_op_and_function_agree(name):
+def test_op_and_function_agree(name, backend):
     from tilewise import api
 
     build, shapes = PROBLEMS[name]
     leaves = [leaf(*shape) for shape in shapes]
-    options = {"mask": None, "scores": (), "backend": "blockwise", **build(leaves)}
+    options = {"mask": None, "scores": (), "backend": backend, **build(leaves)}
     written = api._write(tensors(), None, **options)
     q, k, v, *rest = written.tensors
     by_op = torch.ops.tilewise.attention(
@@ -198,7 +199,8 @@ def test_op_and_function_agree(name):
         torch.autograd.grad(y[0].sum() + y[1].nan_to_num(0, 0, 0).sum(), wanted) for y in (by_op, by_function)
     ]
     for a, b in zip(*grads, strict=True):
-        assert torch.equal(a, b)
+        # naive differentiates terms by torch's autograd in eager code and by the tree inside the op: rounding differs.
+        assert torch.equal(a, b) if backend == "blockwise" else torch.allclose(a, b, rtol=1e-12, atol=1e-12)
 
 
 @each_problem

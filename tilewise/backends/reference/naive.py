@@ -16,6 +16,7 @@ from tilewise.backends.protocol import Gradients, Needs, Reason, Schedule
 from tilewise.backends.reference.segments import Segment, segments, uniform
 from tilewise.backends.reference.tile import TileFold, weighted_sum
 from tilewise.problem import Inputs, Problem, empty_in_order
+from tilewise.spec.print_torch import accumulate
 
 
 class Naive:
@@ -192,6 +193,12 @@ class _Matrix:
     def _through_terms(
         self, s: Tensor, s0: Tensor, tracked: list[Tensor], ds: Tensor, leaves: list[Tensor | None]
     ) -> Tensor:
+        """d loss / d s0, adding the leaves' gradients: by torch's autograd, or, inside a registered op, where torch
+        records nothing, by the tree's own derivative."""
+        with torch.enable_grad():
+            recording = torch.neg(s0).requires_grad
+        if not recording:
+            return self._through_trees(s0, ds, leaves)
         if not s.requires_grad:
             return torch.zeros_like(ds)
         wanted = [n for n, g in enumerate(leaves) if g is not None and tracked[n].requires_grad]
@@ -200,6 +207,15 @@ class _Matrix:
             if gradient is not None:
                 leaves[n] += gradient  # type: ignore[operator]  # n is one of those that are not None
         return torch.zeros_like(ds) if found[0] is None else found[0]
+
+    def _through_trees(self, s0: Tensor, ds: Tensor, leaves: list[Tensor | None]) -> Tensor:
+        env = self.fold.env(s=s0)
+        _, slope, *adjoints = self.fold.trees.score_and_slopes(env)
+        for site, adjoint in zip(self.fold.trees.sites, adjoints, strict=True):
+            gradient = leaves[int(site.value)]  # type: ignore[arg-type]
+            if gradient is not None:
+                accumulate(env, site, gradient, torch.where(ds != 0, ds * adjoint, 0.0))
+        return torch.where(ds != 0, ds * slope, 0.0)
 
     def _add_keys(self, total: Tensor, part: Tensor) -> None:
         """Sum over the query heads of each KV head."""
