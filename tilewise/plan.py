@@ -64,23 +64,26 @@ class Plan:
             lines.append(f"schedule     {s.block_q} x {s.block_k} tiles, {s.loop}, key splits {s.splits}")
         lines += [
             f"tiles        {full} full, {partial} partial, {empty} empty (skipped); {share} of the pairs are visited",
-            f"work         {_count(self.flops)}FLOP forward",
-            f"traffic      {_bytes(self.bytes_tiled)} tiled, {_bytes(self.bytes_ordinary)} by ordinary attention",
-            f"not built    the score matrix, {_bytes(self.matrix_bytes_avoided)}",
-            f"workspace    {_bytes(self.workspace_bytes)}",
+            f"work         {count_text(self.flops, 'FLOP')} forward",
+            f"traffic      {bytes_text(self.bytes_tiled)} tiled, "
+            f"{bytes_text(self.bytes_ordinary)} by ordinary attention",
+            f"not built    the score matrix, {bytes_text(self.matrix_bytes_avoided)}",
+            f"workspace    {bytes_text(self.workspace_bytes)}",
         ]
         return "\n".join(lines)
 
 
-def _count(n: float) -> str:
-    for unit in ("", "k", "M", "G", "T"):
+def count_text(n: float, unit: str) -> str:
+    """A number with a decimal prefix and its unit."""
+    for prefix in ("", "k", "M", "G", "T"):
         if n < 1000:
-            return f"{n:.4g} {unit}"
+            return f"{n:.4g} {prefix}{unit}"
         n /= 1000
-    return f"{n:.4g} P"
+    return f"{n:.4g} P{unit}"
 
 
-def _bytes(n: float) -> str:
+def bytes_text(n: float) -> str:
+    """A number of bytes with a binary prefix."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n < 1024:
             return f"{n:.4g} {unit}"

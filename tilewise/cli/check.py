@@ -113,7 +113,7 @@ def choose_cases(patterns: list[str] | None, full: bool) -> list[Case]:
 
 
 def choose_backends(names: list[str] | None) -> list[str]:
-    """The backends asked for, by default every registered one. Raises OptionError for an unknown name."""
+    """The backends asked for, by default those that auto may take. Raises OptionError for an unknown name."""
     from tilewise.dispatch import registry
 
     for name in names or ():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilewise.analysis import exponentials
 from tilewise.cli.terminal import draws
+from tilewise.plan import bytes_text, count_text
 
 if TYPE_CHECKING:
     from tilewise.cli.problem_flags import Sizes
@@ -51,22 +52,6 @@ def _short(value: float) -> str:
     return f"{value:.2g}" if value < 10 else f"{value:,.0f}"
 
 
-def _count(n: float, unit: str) -> str:
-    for prefix in ("", "k", "M", "G", "T"):
-        if n < 1000:
-            return f"{n:.4g} {prefix}{unit}"
-        n /= 1000
-    return f"{n:.4g} P{unit}"
-
-
-def _bytes(n: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:.4g} {unit}"
-        n /= 1024
-    return f"{n:.4g} TiB"
-
-
 def entries(plan: Plan, sizes: Sizes, problem: dict[str, Any]) -> list[tuple[str, str]]:
     """The page as (name, text) pairs; an empty name continues the entry above."""
     found = [("problem", _problem(sizes, problem)), ("features", ", ".join(plan.spec) or "plain softmax")]
@@ -91,22 +76,24 @@ def _numbers(plan: Plan, sizes: Sizes) -> list[tuple[str, str]]:
     share = f"{visited / every:.1%}" if every else "none"
     per = "of one head" if sizes.batch == 1 else f"of one head, {sizes.batch} batch entries"
     counts = f"{full:,} full, {partial:,} partial, {empty:,} empty and skipped ({per})"
-    exponents = _count(exponentials(visited * sizes.heads), "")
+    exponents = count_text(exponentials(visited * sizes.heads), "")
     builds = plan.schedule is not None and plan.schedule.builds_matrix
-    tiled = "" if builds else f"{_bytes(plan.bytes_tiled)} tiled, "
+    tiled = "" if builds else f"{bytes_text(plan.bytes_tiled)} tiled, "
     found = [
         ("tiles", f"{counts}; {share} of the pairs are visited"),
-        ("work", f"{_count(plan.flops, 'FLOP')} in matrix products, {exponents} exponentials; forward"),
+        ("work", f"{count_text(plan.flops, 'FLOP')} in matrix products, {exponents} exponentials; forward"),
         (
             "traffic",
-            f"{tiled}{_bytes(plan.bytes_ordinary)} by ordinary attention; main memory, forward, a model",
+            f"{tiled}{bytes_text(plan.bytes_ordinary)} by ordinary attention; main memory, forward, a model",
         ),
     ]
     if plan.matrix_bytes_avoided:
-        found.append(("not built", f"the score matrix, {_bytes(plan.matrix_bytes_avoided)} for all heads"))
+        found.append(
+            ("not built", f"the score matrix, {bytes_text(plan.matrix_bytes_avoided)} for all heads")
+        )
     elif builds:
         found.append(("built", "the score matrix: memory grows with N^2"))
-    return [*found, ("workspace", f"{_bytes(plan.workspace_bytes)} beyond inputs and outputs")]
+    return [*found, ("workspace", f"{bytes_text(plan.workspace_bytes)} beyond inputs and outputs")]
 
 
 def _choice(plan: Plan, problem: dict[str, Any]) -> str:

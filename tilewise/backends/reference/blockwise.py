@@ -2,7 +2,8 @@
 
 Loop order: segments, then tiles of rows, then tiles of columns; the state of a row tile is (m, l, acc).
 Tiles whose pairs are all hidden are skipped, tiles whose pairs are all visible carry no mask work, all heads
-of a tile go through one batched product. The backward recomputes the weights from lse.
+of a tile go through one batched product. The backward recomputes the weights
+and, beside them, the row statistics (see `_Backward._statistics`).
 
 Source: Dao et al., FlashAttention, 2022, algorithms 1, 2 and 4, https://arxiv.org/abs/2205.14135.
 """
@@ -20,7 +21,7 @@ from tilewise.backends.protocol import Gradients, Needs, Reason, Schedule
 from tilewise.backends.reference import tile as t
 from tilewise.backends.reference.segments import Segment, uniform
 from tilewise.backends.reference.tile import LN2, LOG2E
-from tilewise.backends.reference.walk import Walk, choose_blocks, drop, hide, tile_scores
+from tilewise.backends.reference.walk import Walk, absorb_sink, choose_blocks, drop, hide, tile_scores
 from tilewise.problem import Inputs, Problem, empty_in_order
 from tilewise.spec.print_torch import accumulate
 
@@ -121,12 +122,8 @@ def _forward_rows(
 def finish(m: Tensor, l: Tensor, acc: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: E741
     """out and lse of finished rows; the sink is one more key with value 0, merged here and only here."""
     if sink is not None:
-        logit = sink.to(m.dtype).view(1, -1, 1)
-        top = torch.maximum(m, logit)
-        pivot = top.masked_fill(top == -math.inf, 0.0)
-        alpha = torch.exp2((m - pivot) * LOG2E)
-        l = l * alpha + torch.exp2((logit - pivot) * LOG2E)  # noqa: E741
-        acc, m = acc * alpha[..., None], top
+        m, l, alpha = absorb_sink(m, l, sink)  # noqa: E741
+        acc = acc * alpha[..., None]
     empty = l == 0
     out = acc / l.masked_fill(empty, 1.0)[..., None]
     lse = (m + torch.log2(l) * LN2).masked_fill(empty, -math.inf)
@@ -160,10 +157,7 @@ class _Backward:
         (out, lse), (do, dlse) = saved, grads
         wide = problem.compute_dtype
         self.lse, self.do = uniform(problem, lse), uniform(problem, do)
-        delta = (do.to(wide) * out.to(wide)).sum(-1)
-        delta = delta.transpose(0, 1) if problem.options.layout == "varlen" else delta
-        # lse enters as one more output: ds = p (dp - (delta - dlse)).
-        self.delta = uniform(problem, delta if dlse is None else delta - dlse)
+        self.out = uniform(problem, out)
         self.dlse = None if dlse is None else uniform(problem, dlse)
         self.guarded = not (
             t.all_finite(inputs.q, inputs.k, inputs.v, do, dlse)
@@ -201,7 +195,6 @@ class _Backward:
         q = walk.wide(walk.cut_rows(walk.q, segment, rows)) * self.inputs.scale
         do = walk.wide(walk.cut_rows(self.do, segment, rows))
         lse = walk.cut_rows(self.lse, segment, rows)
-        delta = walk.cut_rows(self.delta, segment, rows)
         alive = None
         if self.guarded:
             # A row whose cotangents are all exactly 0 contributes 0, whatever it holds.
@@ -211,8 +204,12 @@ class _Backward:
         if self.problem.options.subset:
             # These keys may be a part of the whole, whose lse and out were given.
             m, low = lse, torch.zeros_like(lse)
+            delta = (do * walk.wide(walk.cut_rows(self.out, segment, rows))).sum(-1)
         else:
             m, low, delta = self._statistics(segment, rows, columns, (q, do))
+        if self.dlse is not None:
+            # lse enters as one more output: ds = p (dp - (delta - dlse)).
+            delta = delta - walk.cut_rows(self.dlse, segment, rows)
         # A row that saw nothing has m = -inf: +inf instead makes every weight exp2(-inf) = 0.
         m = m.masked_fill(m == -math.inf, math.inf)
         data = _RowData(q, do, m, low, delta, alive)
@@ -253,17 +250,10 @@ class _Backward:
             delta = delta * alpha + p.mul_(dp).masked_fill_(hidden, 0.0).sum(-1)
             m = m_new
         if self.inputs.sink is not None:
-            logit = self.inputs.sink.to(m.dtype).view(1, -1, 1)
-            top = torch.maximum(m, logit)
-            pivot = top.masked_fill(top == -math.inf, 0.0)
-            alpha = torch.exp2((m - pivot) * LOG2E)
-            l = l * alpha + torch.exp2((logit - pivot) * LOG2E)  # noqa: E741
-            delta, m = delta * alpha, top
+            m, l, alpha = absorb_sink(m, l, self.inputs.sink)  # noqa: E741
+            delta = delta * alpha
         l = l.masked_fill(l == 0, 1.0)  # noqa: E741
-        delta = delta / l
-        if self.dlse is not None:
-            delta = delta - walk.cut_rows(self.dlse, segment, rows)
-        return m, torch.log2(l), delta
+        return m, torch.log2(l), delta / l
 
     def _sink(self, data: _RowData) -> None:
         """The sink is a key with value 0: dp = 0, ds = -p delta."""

@@ -21,7 +21,7 @@ from tilewise.backends.protocol import Gradients
 from tilewise.backends.reference import tile as t
 from tilewise.backends.reference.segments import uniform
 from tilewise.backends.reference.tile import LOG2E
-from tilewise.backends.reference.walk import Walk, drop, hide, tile_scores
+from tilewise.backends.reference.walk import Walk, absorb_sink, drop, hide, tile_scores
 from tilewise.spec.print_torch import accumulate
 
 if TYPE_CHECKING:
@@ -82,11 +82,7 @@ def row_statistics(
         l = l * torch.exp2((m - pivot) * LOG2E) + ((s - pivot[..., None]) * LOG2E).exp2_().sum(-1)  # noqa: E741
         m = top
     if walk.inputs.sink is not None:
-        logit = walk.inputs.sink.to(m.dtype).view(1, -1, 1)
-        top = torch.maximum(m, logit)
-        pivot = top.masked_fill(top == -math.inf, 0.0)
-        l = l * torch.exp2((m - pivot) * LOG2E) + torch.exp2((logit - pivot) * LOG2E)  # noqa: E741
-        m = top
+        m, l, _ = absorb_sink(m, l, walk.inputs.sink)  # noqa: E741
     return m, torch.log2(l.masked_fill(l == 0, 1.0))
 
 

@@ -147,3 +147,12 @@ def hide(walk: Walk, s: Tensor, kind: int) -> Tensor:
 def drop(dp: Tensor, factor: Tensor | None) -> Tensor:
     """dp of dropped weights is 0, whatever v holds there."""
     return dp if factor is None else torch.where(factor != 0, dp * factor, 0.0)
+
+
+def absorb_sink(m: Tensor, l: Tensor, sink: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: E741
+    """(m, l, alpha) after one more key per head whose logit is `sink`; alpha rescales what was summed before."""
+    logit = sink.to(m.dtype).view(1, -1, 1)
+    top = torch.maximum(m, logit)
+    pivot = top.masked_fill(top == -math.inf, 0.0)
+    alpha = torch.exp2((m - pivot) * t.LOG2E)
+    return top, l * alpha + torch.exp2((logit - pivot) * t.LOG2E), alpha
