@@ -133,11 +133,9 @@ def test_third_order_raises():
 def test_opcheck(name):
     build, shapes = PROBLEMS[name]
     leaves = [leaf(*shape) for shape in shapes]
-    from tilewise import api
+    from tilewise.written import write
 
-    written = api._write(
-        tensors(), None, **{"mask": None, "scores": (), "backend": "blockwise", **build(leaves)}
-    )
+    written = write(tensors(), None, **{"mask": None, "scores": (), "backend": "blockwise", **build(leaves)})
     q, k, v, *rest = written.tensors
     args = (
         q,
@@ -174,12 +172,12 @@ def test_fake_strides_are_the_real_ones(layout):
 @pytest.mark.parametrize("backend", ["blockwise", "naive"])
 @each_problem
 def test_op_and_function_agree(name, backend):
-    from tilewise import api
+    from tilewise.written import write
 
     build, shapes = PROBLEMS[name]
     leaves = [leaf(*shape) for shape in shapes]
     options = {"mask": None, "scores": (), "backend": backend, **build(leaves)}
-    written = api._write(tensors(), None, **options)
+    written = write(tensors(), None, **options)
     q, k, v, *rest = written.tensors
     by_op = torch.ops.tilewise.attention(
         q,

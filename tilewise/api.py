@@ -1,7 +1,8 @@
 """The one door: validate, write the call down as (tensors, ints, floats, seed, text), hand it to the op.
 
-A call's life: `checks` looks at shapes -> `spec_text` and `Options` name the problem -> `ops.call` ->
-`problem.decode_*` -> `dispatch.choose` -> `Backend.forward`; the backward goes the same way.
+A call's life: `written.write` looks at shapes and names the problem by its spec's and options' text -> `ops.call` ->
+`problem.decode_*` -> `dispatch.choose` -> `Backend.forward`; the backward goes the same way. A call whose like was
+made before takes a short way: see `quick`.
 """
 
 from __future__ import annotations
@@ -11,20 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise import checks
+from tilewise import quick
 from tilewise.errors import DTypeError, OptionError, ShapeError, message
-from tilewise.ops import Numbers, call, run_backward
-from tilewise.problem import NO_MAXIMUM, _read, decode_problem
-from tilewise.spec.attention import spec_text
-from tilewise.spec.masks import Mask, as_mask
-from tilewise.spec.scores import ScoreTerm, as_terms
+from tilewise.ops import call, run_backward
+from tilewise.problem import _read, decode_problem
+from tilewise.spec.masks import Mask
+from tilewise.spec.scores import ScoreTerm
 from tilewise.state import Partial
+from tilewise.written import Packing, Written, pack, write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-FAR = 2**30
-"""Offsets stay within this, so that a position and the distance of two positions fit int32."""
 
 
 class Gradients(NamedTuple):
@@ -39,170 +37,6 @@ class Gradients(NamedTuple):
     dk: Tensor
     dv: Tensor
     leaves: tuple[Tensor | None, ...]
-
-
-class Written(NamedTuple):
-    """A call as the op layer takes it."""
-
-    tensors: list[Tensor]
-    seed: Tensor | None
-    numbers: Numbers
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """q, k, v in autocast's dtype, where autocast is on for their device; float64 is left alone, as torch does."""
-    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return tensors
-    target = torch.get_autocast_dtype(kind)
-    return tuple(
-        x.to(target) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
-        for x in tensors
-    )
-
-
-def _offset(name: str, value: Any, batch: int) -> tuple[str, int, list[Tensor]]:
-    """(kind, int, tensors) of a position offset."""
-    if value is None:
-        return "last", 0, []
-    if isinstance(value, Tensor):
-        checks.check_int_tensor(name, value, batch)
-        return "tensor", 0, [value.reshape(-1)]
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise OptionError(f"{name} is an int or an int tensor of shape (B,), not {value!r}")
-    if not -FAR <= value <= FAR:
-        raise OptionError(
-            f"{name} is {value}, and offsets stay within +-2**30: positions and their distances are int32"
-        )
-    return "int", value, []  # type: ignore[return-value]  # a SymInt passes as an int
-
-
-def _seed(q: Tensor, p: float, seed: Tensor | int | None) -> Tensor | None:
-    if p == 0.0:
-        return None
-    if seed is None:
-        return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
-    if isinstance(seed, int) and not isinstance(seed, bool):
-        seed = seed & (2**64 - 1)
-        return torch.tensor([seed - 2**64 if seed >= 2**63 else seed], dtype=torch.int64, device=q.device)
-    if not isinstance(seed, Tensor) or seed.dtype != torch.int64 or seed.numel() != 1:
-        raise OptionError("seed is an int, or an int64 tensor with one element on q's device")
-    checks.check_leaves(q, {"seed": seed})
-    return seed.reshape(1)
-
-
-def _maximum(name: str, value: Any) -> int:
-    """A stated longest length. It never changes a result, so a tensor (a sync to read) counts as not stated."""
-    if value is None or isinstance(value, Tensor):
-        return NO_MAXIMUM
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
-        raise OptionError(f"{name} is a length or None, not {value!r}")
-    return value  # type: ignore[return-value]  # a SymInt passes as an int
-
-
-class Packing(NamedTuple):
-    """The tensors and numbers that only packed calls have."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor | None
-    seqused_q: Tensor | None
-    seqused_k: Tensor | None
-    max_seqlen_q: int = NO_MAXIMUM
-    max_seqlen_k: int = NO_MAXIMUM
-
-
-def _packing(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    max_seqlens: tuple[Any, Any],
-    seqused: tuple[Tensor | None, Tensor | None],
-) -> Packing:
-    for name, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if t is None and name == "cu_seqlens_k":
-            continue
-        if not isinstance(t, Tensor):
-            raise DTypeError(f"{name} is an int tensor of shape (B + 1,), not {type(t).__name__}")
-        checks.check_int_tensor(name, t)
-        if t.ndim != 1 or t.shape[0] < 1:
-            raise ShapeError(
-                message(f"{name} has shape (B + 1,): where each sequence starts, and the end", {name: t})
-            )
-    if cu_seqlens_k is not None and cu_seqlens_k.shape != cu_seqlens_q.shape:
-        given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        raise ShapeError(
-            message("cu_seqlens_q and cu_seqlens_k describe the same number of sequences", given)
-        )
-    for name, used in (("seqused_q", seqused[0]), ("seqused_k", seqused[1])):
-        if used is not None:
-            checks.check_int_tensor(name, used)
-            if used.ndim != 1 or used.shape[0] != cu_seqlens_q.shape[0] - 1:
-                raise ShapeError(
-                    message(f"{name} has one length per sequence", {name: used, "cu_seqlens_q": cu_seqlens_q})
-                )
-    maxima = _maximum("max_seqlen_q", max_seqlens[0]), _maximum("max_seqlen_k", max_seqlens[1])
-    return Packing(cu_seqlens_q, cu_seqlens_k, *seqused, *maxima)
-
-
-def _write(
-    qkv: tuple[Tensor, Tensor, Tensor], packing: Packing | None, *, mask: Any, scores: Any, sink: Tensor | None = None,
-    dropout: float = 0.0, seed: Any = None, scale: float | None = None, q_offset: Any = None, k_offset: Any = 0,
-    h_offset: int = 0, deterministic: bool | None = None, batch_invariant: bool = False, backend: str = "auto",
-    allow_quadratic: bool = False, partial: bool = False, subset: bool = False,
-) -> Written:  # fmt: skip
-    """Validate a call and write it down for the op layer."""
-    q, k, v = _autocast(*qkv)
-    checks.check_tensors(q, k, v, "dense" if packing is None else "varlen")
-    batch = q.shape[0] if packing is None else packing.cu_seqlens_q.shape[0] - 1
-    mask, terms = as_mask(mask), as_terms(scores)
-    p = checks.check_dropout(dropout)
-    factor = checks.check_scale(scale, q.shape[-1])
-    checks.check_sink(q, sink)
-    if k_offset is None:
-        raise OptionError("k_offset is an int or an int tensor of shape (B,), not None")
-    q_kind, q_number, q_tensors = _offset("q_offset", q_offset, batch)
-    k_kind, k_number, k_tensors = _offset("k_offset", k_offset, batch)
-    h_number = checks.check_h_offset(h_offset)
-    if not isinstance(backend, str) or ";" in backend or "#" in backend:  # they separate options in the text
-        raise OptionError(f"there is no backend {backend!r}: backend is a name, without ; and #")
-
-    mask_term = mask.term
-    leaves = [] if mask_term is None else list(mask_term.leaves)
-    ints = [] if mask_term is None else list(mask_term.ints)
-    floats = [] if mask_term is None else list(mask_term.floats)
-    for term in terms:
-        leaves += term.term.leaves
-        ints += term.term.ints
-        floats += term.term.floats
-
-    options = [f"q_offset={q_kind}"] if q_kind != "last" else []
-    options += [f"k_offset={k_kind}"] if k_kind != "int" else []
-    extra = ([] if sink is None else [sink]) + q_tensors + k_tensors
-    maxima = [NO_MAXIMUM, NO_MAXIMUM]
-    if packing is not None:
-        options.append("layout=varlen")
-        maxima = [packing.max_seqlen_q, packing.max_seqlen_k]
-        extra.append(packing.cu_seqlens_q)
-        for name, t in (
-            ("cu_seqlens_k", packing.cu_seqlens_k),
-            ("seqused_q", packing.seqused_q),
-            ("seqused_k", packing.seqused_k),
-        ):
-            if t is not None:
-                options.append(f"{name}=1")
-                extra.append(t)
-    flags = (("partial", partial), ("subset", subset), ("deterministic", bool(deterministic)),
-             ("batch_invariant", batch_invariant),
-             ("allow_quadratic", allow_quadratic))  # fmt: skip
-    options += [f"{name}=1" for name, on in flags if on]
-    options += [f"backend={backend}"] if backend != "auto" else []
-
-    checks.check_leaves(q, {f"leaf {n} of mask and scores": leaf for n, leaf in enumerate(leaves)})
-    checks.check_leaves(q, {f"argument {n}": t for n, t in enumerate(extra)})
-    text = spec_text(mask, terms, sink is not None, p > 0.0) + "#" + ";".join(options)
-    ints += [q_number, k_number, h_number, 0, *maxima]
-    return Written(
-        [q, k, v, *leaves, *extra], _seed(q, p, seed), Numbers(tuple(ints), (*floats, factor, float(p)), text)
-    )
 
 
 def _finish(written: Written, return_lse: bool, out: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
@@ -261,12 +95,31 @@ def attention(
 
     Source: Dao et al., FlashAttention, 2022, https://arxiv.org/abs/2205.14135.
     """
-    written = _write(
+    key = found = None
+    if out is None and dropout == 0.0 and quick.is_plain(q, k, v):
+        options = (
+            scale,
+            q_offset,
+            k_offset,
+            h_offset,
+            deterministic,
+            batch_invariant,
+            backend,
+            allow_quadratic,
+        )
+        key, extra = quick.key_of(q, k, v, mask, scores, sink, options)
+        found = quick.ready.get(key)
+        if found is not None:
+            return quick.run(found, q, k, v, extra, return_lse)
+    written = write(
         (q, k, v), None, mask=mask, scores=scores, sink=sink, dropout=dropout, seed=seed, scale=scale,
         q_offset=q_offset, k_offset=k_offset, h_offset=h_offset, deterministic=deterministic,
         batch_invariant=batch_invariant, backend=backend, allow_quadratic=allow_quadratic,
     )  # fmt: skip
-    return _finish(written, return_lse, out)
+    result = _finish(written, return_lse, out)
+    if key is not None:
+        quick.remember(key, written)
+    return result
 
 
 def attention_varlen(
@@ -300,8 +153,8 @@ def attention_varlen(
         As `attention`; ShapeError for cu_seqlens that fall or leave the tensor (looked at on the CPU; on a
         GPU they are clamped to the tensor).
     """
-    packing = _packing(cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), (seqused_q, seqused_k))
-    written = _write(
+    packing = pack(cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), (seqused_q, seqused_k))
+    written = write(
         (q, k, v), packing, mask=mask, scores=scores, sink=sink, dropout=dropout, seed=seed, scale=scale,
         q_offset=q_offset, k_offset=k_offset, h_offset=h_offset, deterministic=deterministic,
         batch_invariant=batch_invariant, backend=backend, allow_quadratic=allow_quadratic,
@@ -321,7 +174,7 @@ def attention_partial(
 
     Raises: as `attention`; TypeError for an unknown option.
     """
-    written = _write((q, k, v), _optional_packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), partial=True,
+    written = write((q, k, v), _optionalpack(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), partial=True,
                      **_partial_options(options))  # fmt: skip
     return Partial(*call(written.tensors, written.seed, written.numbers))
 
@@ -344,7 +197,7 @@ def attention_partial_backward(
     Returns: Gradients(dq, dk, dv, leaves).
     Raises: as `attention`; ShapeError where out, lse, do or dlse do not have the call's shapes.
     """
-    written = _write((q, k, v), _optional_packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), partial=True,
+    written = write((q, k, v), _optionalpack(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), partial=True,
                      subset=True, **_partial_options(options))  # fmt: skip
     problem = decode_problem(q, k, v, written.tensors[3:], written.numbers.text)
     for name, t, shape in (
@@ -382,7 +235,7 @@ def _partial_options(options: dict[str, Any]) -> dict[str, Any]:
     return {"mask": None, "scores": (), **options}
 
 
-def _optional_packing(
+def _optionalpack(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     seqused_q: Tensor | None,
@@ -394,4 +247,4 @@ def _optional_packing(
                 "cu_seqlens_k, seqused_q and seqused_k belong to packed tensors, which give cu_seqlens_q"
             )
         return None
-    return _packing(cu_seqlens_q, cu_seqlens_k, (None, None), (seqused_q, seqused_k))
+    return pack(cu_seqlens_q, cu_seqlens_k, (None, None), (seqused_q, seqused_k))

@@ -31,6 +31,7 @@ class Registry:
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
         self._loaded: dict[str, Backend] = {}
+        self.version = 0
 
     def register(
         self,
@@ -45,6 +46,7 @@ class Registry:
         """Add a backend; `first` puts it before those already there, `by_name_only` says why `auto` passes it by."""
         entry = {name: Entry(module, attribute, slow, by_name_only)}
         self._entries = entry | self._entries if first else self._entries | entry
+        self.version += 1
 
     @property
     def names(self) -> tuple[str, ...]:

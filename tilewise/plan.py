@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tilewise import api
 from tilewise.analysis import attention_flops, bytes_ordinary, bytes_tiled, matrix_bytes_avoided
 from tilewise.backends.protocol import Schedule
 from tilewise.dispatch import candidates, registry
 from tilewise.errors import OptionError, ShapeError
 from tilewise.problem import Inputs, Problem, decode_inputs, decode_problem
 from tilewise.spec.tiles import EMPTY, FULL, TileGrid, classify_tiles
+from tilewise.written import pack, write
 
 if TYPE_CHECKING:
     from tilewise.backends.reference.segments import Segment
@@ -121,7 +121,7 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Plan:
     packing = None
     if options.get("cu_seqlens_q") is not None:
         maxima = options.get("max_seqlen_q"), options.get("max_seqlen_k")
-        packing = api._packing(
+        packing = pack(
             options["cu_seqlens_q"],
             options.get("cu_seqlens_k"),
             maxima,
@@ -130,7 +130,7 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Plan:
     if used.get("dropout"):
         used["seed"] = used.get("seed") if used.get("seed") is not None else 0
     try:
-        written = api._write((q, k, v), packing, **{"mask": None, "scores": (), **used})
+        written = write((q, k, v), packing, **{"mask": None, "scores": (), **used})
     except TypeError as error:
         raise OptionError(f"explain takes the options of attention: {error}") from None
     tensors, numbers = written.tensors, written.numbers

@@ -50,7 +50,7 @@ def _renumber(numbers: Numbers, num_ints: int, n: int, size: int, args: list, op
     ints = list(numbers.ints)
     # An inner vmap has put its own shift there; times the size, the two never meet.
     ints[num_ints + 3] = ints[num_ints + 3] * size + n * _batch(options, args)
-    return numbers._replace(ints=tuple(ints))
+    return numbers._replace(ints=tuple(ints), run=None)
 
 
 def _batch(options: Options, args: list) -> int:

@@ -25,7 +25,7 @@ FLOORS = (
     ("backends",),
     ("dispatch", "tuning"),
     ("checks", "vmap", "ops"),
-    ("api", "plan"),
+    ("api", "plan", "quick", "written"),
     ("distributed", "serving"),
     ("cli", "compat", "nn", "testing"),
 )

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from tilewise.problem import Inputs, Problem
@@ -61,8 +63,21 @@ class Needs:
     sink: bool = False
 
 
+class Prepared(Protocol):
+    """A forward for calls that differ from one that was made in their tensors' contents and addresses only."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor], want_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(out, lse); lse may be None if it is not wanted. extra: the spec's leaves, then the sink, if any."""
+
+
 class Backend(Protocol):
-    """One way to run problems."""
+    """One way to run problems.
+
+    A backend may also have `prepare(problem, inputs) -> Prepared | None`, asked after a first call of a kind: then
+    calls of that kind skip validation, text and dispatch (`tilewise.quick`).
+    """
 
     name: str
 

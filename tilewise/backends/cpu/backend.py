@@ -15,7 +15,12 @@ from tilewise.backends.reference.blockwise import Blockwise
 from tilewise.problem import Inputs, Problem, empty_in_order
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
+
+    from tilewise.backends.cpu.slots import Slots
+    from tilewise.backends.protocol import Prepared
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -30,6 +35,39 @@ def _is_there(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ImportError:  # a finder may raise instead of passing on
         return False
+
+
+class _Prepared:
+    """A laid-out forward with its results' shapes."""
+
+    def __init__(self, problem: Problem, inputs: Inputs, slots: Slots, exact: Blockwise) -> None:
+        from tilewise.backends.cpu.prepared import Forward
+
+        q = inputs.q
+        out = empty_in_order(q, problem.out_shape, problem.out_dtype)
+        lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
+        self._call = Forward(problem, inputs, out, lse, slots)
+        self._like_q = out.dtype == q.dtype and out.shape == q.shape and out.stride() == q.stride()
+        self._out = (out.shape, out.stride(), out.dtype)
+        self._lse_shape = lse.shape
+        self._problem, self._exact = problem, exact
+        nothing = q.new_empty(0)  # the numbers are kept, the tensors are not
+        self._inputs = replace(inputs, q=nothing, k=nothing, v=nothing, leaves=(), sink=None)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor], want_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        if self._like_q:
+            out = torch.empty_like(q, requires_grad=False)
+        else:
+            shape, stride, dtype = self._out
+            out = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+        lse = torch.empty(self._lse_shape, dtype=torch.float32, device="cpu") if want_lse else None
+        if self._call.run((q, k, v), extra, out, lse):
+            return out, lse
+        leaves, sink = (extra[:-1], extra[-1]) if self._problem.spec.sink else (extra, None)
+        inputs = replace(self._inputs, q=q, k=k, v=v, leaves=tuple(leaves), sink=sink)
+        return self._exact.forward(self._problem, inputs)
 
 
 class Cpu:
@@ -83,7 +121,7 @@ class Cpu:
         """(out, lse). A value that is not finite must reach exactly the rows that see it. The kernels multiply
         hidden values by weights of 0, so where a result is not finite the call is done again by the reference,
         which keeps count of who sees what; results that are all finite hold nothing hidden."""
-        from tilewise.backends.cpu import launch
+        from tilewise.backends.cpu.prepared import Forward
         from tilewise.backends.cpu.slots import describe
 
         slots = describe(problem.spec, inputs.leaves)
@@ -95,17 +133,32 @@ class Cpu:
             out.zero_()
             lse.fill_(-math.inf)
         with torch.no_grad():
-            target = (
-                out
-                if out.stride(-1) == 1 or out.shape[-1] <= 1
-                else torch.zeros(out.shape, dtype=out.dtype, device="cpu")
-            )
-            finite = launch.forward(problem, inputs, target, lse, slots)
-            if not finite:
+            target = out
+            if out.stride(-1) != 1 and out.shape[-1] > 1:
+                target = torch.zeros(out.shape, dtype=out.dtype, device="cpu")
+            call = Forward(problem, inputs, target, lse, slots)
+            extra = inputs.leaves if inputs.sink is None else (*inputs.leaves, inputs.sink)
+            if not call.run((inputs.q, inputs.k, inputs.v), extra, target, lse):
                 return self._exact.forward(problem, inputs)
             if target is not out:
                 out.copy_(target)
         return out, lse
+
+    def prepare(self, problem: Problem, inputs: Inputs) -> Prepared | None:
+        """A forward for dense calls of this kind; none where something is read from the tensors' contents."""
+        from tilewise.backends.cpu.print_interval import needs_table
+        from tilewise.backends.cpu.slots import describe
+
+        slots, keep = describe(problem.spec, inputs.leaves), problem.spec.keep
+        if (
+            slots is None
+            or problem.spec.dropout
+            or problem.options.layout != "dense"
+            or (keep is not None and needs_table(keep))
+            or any(t.stride(-1) != 1 for t in (inputs.q, inputs.k, inputs.v))
+        ):
+            return None
+        return _Prepared(problem, inputs, slots, self._exact)
 
     def backward(
         self,

@@ -182,9 +182,9 @@ def kernel(isa: Isa, name: str, dtype: str) -> int:
     return machine_code.load(isa, f"{name} {dtype}", (machine_code.ENTRY,), make)[machine_code.ENTRY]
 
 
-def common(problem: Problem, inputs: Inputs) -> Block:
+def common(block: Block, problem: Problem, inputs: Inputs) -> None:
     """What both passes read: inputs, sizes, scale, sink, dropout."""
-    block, s = Block(), problem.shape
+    s = problem.shape
     for slot, t in ((P.q, inputs.q), (P.k, inputs.k), (P.v, inputs.v)):
         t = readable(t)
         block.tensor(slot, t, strides_of(problem, t))
@@ -206,7 +206,6 @@ def common(problem: Problem, inputs: Inputs) -> Block:
         block.set(P.seed_high, (seed >> 32) & 0xFFFFFFFF)
         block.set(P.h_offset, inputs.h_offset)
         block.set(P.b_offset, inputs.b_offset)
-    return block
 
 
 def class_tables(block: Block, problem: Problem, inputs: Inputs, found: list[Piece]) -> list[tuple[int, int]]:
@@ -251,42 +250,6 @@ def lay_out(
     block.set(P.num_segments, len(numbers) // SEGMENT.size)
     block.set(P.packed, int(packed))
     return tasks, most
-
-
-def forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, slots: Slots | None) -> bool:
-    """Run the forward pass into out and lse.
-
-    Returns: False if a number of the result is not finite: then what stood at hidden keys may have entered.
-    """
-    isa, dtype = detect(), NAMES[problem.dtype]
-    found = pieces(problem, inputs)
-    block, s = common(problem, inputs), problem.shape
-    tasks, splits = lay_out(block, problem, inputs, found, True)
-    if tasks == 0:
-        return True
-    block.tensor(P.out, out, strides_of(problem, out))
-    lse_strides = lse.stride()[:2] if problem.options.layout == "dense" else (0, lse.stride(0))
-    block.tensor(P.lse, lse, lse_strides)
-    block.set(P.wide_out, int(problem.out_dtype == torch.float32))
-    block.set(P.key_block, KEY_BLOCK)
-    total = s.seqlen_q * (s.batch if problem.options.layout == "dense" else 1)
-    block.set(P.total_rows, total)
-    if splits > 1:
-        block.tensor(
-            P.part_out,
-            torch.empty(splits * s.num_heads_q * total * s.head_dim_v, dtype=torch.float32, device="cpu"),
-        )
-        block.tensor(
-            P.part_lse, torch.empty(splits * s.num_heads_q * total, dtype=torch.float32, device="cpu")
-        )
-    if slots is not None:
-        link_spec(block, problem, inputs, found, slots)
-    threads = pool.num_threads()
-    block.scratch(scratch_bytes(problem), threads)
-    block.run(kernel(isa, "forward", dtype), tasks, threads)
-    if splits > 1:
-        block.run(kernel(isa, "combine", dtype), block.values[P.num_segments] * s.num_heads_q, threads)
-    return block.values[P.flag] == 0
 
 
 def link_spec(block: Block, problem: Problem, inputs: Inputs, found: list[Piece], slots: Slots) -> None:

@@ -174,7 +174,8 @@ def backward(
     """All gradients; None if the reference must do the call: a result is not finite, or a leaf is too large."""
     isa, dtype = detect(), NAMES[problem.dtype]
     found = [p for p in pieces(problem, inputs) if p.rows and p.keys]
-    block, s = common(problem, inputs), problem.shape
+    block, s = Block(), problem.shape
+    common(block, problem, inputs)
     wanted = tuple(needs.leaves)
     tasks, splits, tiles = lay_out(block, problem, inputs, found)
     sums = LeafSums(problem, inputs, wanted, tasks)

@@ -64,16 +64,21 @@ def num_threads() -> int:
     return 1 if pool_name() == "serial" else torch.get_num_threads()
 
 
+@functools.lru_cache(maxsize=256)
+def _worker(function: int) -> Any:
+    return _WORKER(function)
+
+
 def run_parallel(function: int, parameters: int, threads: int) -> None:
     """Call the C function at address `function` with `parameters` on that many threads, and wait."""
     if threads <= 1:
-        _WORKER(function)(parameters)
+        _worker(function)(parameters)
         return
     if pool_name() == "openmp":
         _gomp_parallel()(function, parameters, threads, 0)
         return
     # ctypes lets go of the GIL during the call, so plain threads do run side by side.
-    work = _WORKER(function)
+    work = _worker(function)
     others = [threading.Thread(target=work, args=(parameters,)) for _ in range(threads - 1)]
     for other in others:
         other.start()

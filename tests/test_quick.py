@@ -1,0 +1,188 @@
+"""The short way of repeated calls: the same results as the long way, and never taken for a call that differs."""
+
+import threading
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise import quick
+from tilewise.errors import ShapeError, TilewiseError
+
+pytest.importorskip("numba")
+
+
+def draw(*shape, dtype=torch.float32):
+    return [torch.randn(shape).to(dtype) for _ in range(3)]
+
+
+def is_short(call):
+    """Whether the second of two equal calls takes the short way."""
+    quick.ready.clear()
+    call()
+    before = [key for key, found in quick.ready.items() if found is not None]
+    call()
+    return bool(before) and len(quick.ready) == 1
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    quick.ready.clear()
+    yield
+    quick.ready.clear()
+
+
+OPTIONS = {
+    "plain": dict,
+    "causal": lambda: {"mask": tw.causal()},
+    "window": lambda: {"mask": tw.causal() & tw.window(5, 0)},
+    "alibi": lambda: {"scores": tw.alibi(torch.tensor([0.5, 0.25]))},
+    "bias and softcap": lambda: {"scores": (tw.bias(torch.randn(1, 2, 9, 9)), tw.softcap(3.0))},
+    "sink": lambda: {"sink": torch.randn(2)},
+    "offsets": lambda: {"mask": tw.causal(), "q_offset": -3, "k_offset": 2},
+    "scale": lambda: {"scale": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_repeated_calls_equal_the_first_and_the_reference(name):
+    options = OPTIONS[name]()
+    first = draw(2, 2, 9, 16)
+    tw.attention(*first, backend="cpu", **options)
+    q, k, v = draw(2, 2, 9, 16)
+    out, lse = tw.attention(q, k, v, backend="cpu", return_lse=True, **options)
+    want, want_lse = tw.attention(
+        *(x.double() for x in (q, k, v)), backend="naive", return_lse=True, allow_quadratic=True, **options
+    )
+    torch.testing.assert_close(out.double(), want, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(lse.double(), want_lse, atol=2e-6, rtol=2e-6)
+    assert is_short(lambda: tw.attention(q, k, v, backend="cpu", **options))
+
+
+def test_new_leaves_of_the_same_shape_are_read():
+    q, k, v = draw(1, 2, 9, 16)
+    results = []
+    for _ in range(3):
+        bias = torch.randn(1, 2, 9, 9)
+        got = tw.attention(q, k, v, scores=tw.bias(bias), backend="cpu")
+        want = tw.attention(q, k, v, scores=tw.bias(bias), backend="blockwise")
+        torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)
+        results.append(got)
+    assert not torch.equal(results[1], results[2])
+
+
+def test_gradients_on_the_short_way():
+    for _ in range(2):
+        tensors = [x.requires_grad_() for x in draw(1, 2, 70, 16)]
+        slopes = torch.tensor([0.5, 0.25], requires_grad=True)
+        options = {"mask": tw.causal(), "scores": tw.alibi(slopes)}
+        do = torch.randn(1, 2, 70, 16)
+        got = torch.autograd.grad(tw.attention(*tensors, backend="cpu", **options), [*tensors, slopes], do)
+        want = torch.autograd.grad(
+            tw.attention(*tensors, backend="blockwise", **options), [*tensors, slopes], do
+        )
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+
+
+def test_second_order_forward_mode_and_vmap_after_a_short_call():
+    q, k, v = (x.requires_grad_() for x in draw(1, 1, 6, 8))
+
+    def f(q):
+        return tw.attention(q, k, v, mask=tw.causal(), backend="cpu")
+
+    f(q), f(q)
+    (g,) = torch.autograd.grad(f(q).square().sum(), q, create_graph=True)
+    (h,) = torch.autograd.grad(g.sum(), q)
+    want = torch.func.grad(
+        lambda x: torch.func.grad(lambda y: tw.attention(y, k, v, mask=tw.causal()).square().sum())(x).sum()
+    )(q)
+    torch.testing.assert_close(h, want, atol=1e-4, rtol=1e-4)
+    stacked = torch.randn(3, 1, 1, 6, 8)
+    torch.testing.assert_close(
+        torch.func.vmap(f)(stacked), torch.stack([f(x) for x in stacked]), atol=1e-5, rtol=1e-5
+    )
+    _, tangent = torch.func.jvp(f, (q,), (torch.ones_like(q),))
+    assert tangent.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v: (q, k[:, :, :8], v),
+        lambda q, k, v: (q, k, v.double()),
+        lambda q, k, v: (q[..., :8], k, v),
+    ],
+)
+def test_a_call_that_does_not_fit_is_refused_after_one_that_did(change):
+    q, k, v = draw(1, 2, 9, 16)
+    for _ in range(3):
+        tw.attention(q, k, v, backend="cpu")
+    with pytest.raises(TilewiseError):
+        tw.attention(*change(q, k, v), backend="cpu")
+
+
+def test_a_bias_that_does_not_fit_is_refused_after_one_that_did():
+    q, k, v = draw(1, 2, 9, 16)
+    for _ in range(2):
+        tw.attention(q, k, v, scores=tw.bias(torch.zeros(1, 2, 9, 9)), backend="cpu")
+    with pytest.raises(ShapeError):
+        tw.attention(q, k, v, scores=tw.bias(torch.zeros(1, 2, 9, 8)), backend="cpu")
+
+
+def test_autocast_deterministic_and_inference_mode_keep_their_meaning():
+    q, k, v = draw(1, 2, 9, 16)
+    for _ in range(2):
+        assert tw.attention(q, k, v, backend="cpu").dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert tw.attention(q, k, v, backend="cpu").dtype == torch.bfloat16
+    with torch.inference_mode():
+        assert tw.attention(q, k, v, backend="cpu").is_inference()
+    q.requires_grad_()
+    assert tw.attention(q, k, v, backend="cpu").requires_grad
+    with torch.no_grad():
+        assert not tw.attention(q, k, v, backend="cpu").requires_grad
+
+
+def test_a_value_that_is_not_finite_reaches_who_sees_it_only():
+    q, k, v = draw(1, 1, 9, 16)
+    for _ in range(2):
+        tw.attention(q, k, v, mask=tw.causal(), backend="cpu")
+    v[0, 0, 5, 3] = float("nan")
+    out = tw.attention(q, k, v, mask=tw.causal(), backend="cpu")
+    seen = torch.isnan(out)
+    assert seen[0, 0, 5:, 3].all()
+    assert seen.sum() == 4
+
+
+def test_threads_share_nothing():
+    inputs = [draw(1, 4, 200, 32) for _ in range(4)]
+    want = [tw.attention(*x, mask=tw.causal(), backend="cpu") for x in inputs]
+    wrong = []
+
+    def work(n):
+        for _ in range(30):
+            if not torch.equal(tw.attention(*inputs[n], mask=tw.causal(), backend="cpu"), want[n]):
+                wrong.append(n)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+def test_permuted_layouts_keep_their_order():
+    q, k, v = (x.transpose(1, 2) for x in draw(2, 9, 4, 16))
+    for _ in range(2):
+        out = tw.attention(q, k, v, backend="cpu")
+        assert out.stride() == q.stride()
+    torch.testing.assert_close(out, tw.attention(q, k, v, backend="blockwise"), atol=2e-6, rtol=2e-6)
+
+
+def test_the_store_is_bounded(monkeypatch):
+    monkeypatch.setattr(quick, "MOST", 4)
+    for n in range(1, 12):
+        tw.attention(*draw(1, 1, n, 8), backend="cpu")
+    assert len(quick.ready) <= 4

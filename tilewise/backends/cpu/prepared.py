@@ -1,0 +1,161 @@
+"""A forward call, laid out once and run any number of times.
+
+What depends on shapes, strides, numbers and the spec alone is computed in `Forward(...)`; a run fills in addresses.
+Blocks and scratch come from free lists and go back, so that threads running one `Forward` share neither.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+
+from tilewise.backends.cpu import fold, launch, pool
+from tilewise.backends.cpu.isa import detect
+from tilewise.backends.cpu.parameters import P
+from tilewise.backends.cpu.slots import fill
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from tilewise.backends.cpu.slots import Slots
+    from tilewise.problem import Inputs, Problem
+
+ALONE = 200_000
+"""Multiply-adds of a call below which waking other threads takes longer than it saves."""
+SMALL = 4096
+"""Rows up to which a block keeps memory for an lse that nobody asked for."""
+_Q, _K, _V, _OUT, _LSE, _SPEC = P.q, P.k, P.v, P.out, P.lse, P.spec
+_TASK, _THREAD, _FLAG, _SCRATCH, _NUM_TASKS = P.task, P.thread, P.flag, P.scratch, P.num_tasks
+_free_scratch: dict[int, list[Tensor]] = {}
+"""By size in bytes. What a run takes is its own until it puts it back."""
+
+
+def _take_scratch(size: int) -> Tensor:
+    free = _free_scratch.get(size)
+    try:
+        return free.pop()  # type: ignore[union-attr]
+    except (AttributeError, IndexError):
+        # No reader of what is here before it is written: the kernels fill what they add to.
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+
+class _Block(launch.Block):
+    """A parameter block with its own table of the spec's data, and an lse for when nobody asks for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.address = ctypes.addressof(self.values)
+        self.lse: Tensor | None = None
+        self.spec: ctypes.Array | None = None
+
+
+class Forward:
+    """One kind of forward call.
+
+    Source of the number of splits, and so of the bits: `launch.splits_of`, from the shape alone.
+    """
+
+    def __init__(self, problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, slots: Slots) -> None:
+        isa, dtype, s = detect(), launch.NAMES[problem.dtype], problem.shape
+        self._copied = any(launch.readable(t) is not t for t in (inputs.q, inputs.k, inputs.v))
+        block = _Block()
+        launch.common(block, problem, inputs)
+        of_the_call = len(block.alive)
+        self._tasks, self._splits = launch.lay_out(
+            block, problem, inputs, launch.pieces(problem, inputs), True
+        )
+        # Copies of the block hold addresses of these; the call's tensors stay with the caller.
+        self._tables = block.alive[of_the_call:]
+        dense = problem.options.layout == "dense"
+        block.tensor(P.out, out, launch.strides_of(problem, out))
+        block.tensor(P.lse, lse, lse.stride()[:2] if dense else (0, lse.stride(0)))
+        block.set(P.wide_out, int(problem.out_dtype == torch.float32))
+        block.set(P.key_block, launch.KEY_BLOCK)
+        rows = s.seqlen_q * (s.batch if dense else 1)
+        block.set(P.total_rows, rows)
+        self._part_rows = self._splits * s.num_heads_q * rows
+        self._dim_v = s.head_dim_v
+        code = fold.forward_code(isa, problem.spec, slots, launch.packs(problem))
+        for name in ("classify", "fold_full", "fold_partial"):
+            block.set(getattr(P, name), code.get(name, 0))
+        self._table = fill(slots, inputs.leaves, inputs.ints, inputs.floats)
+        self._leaf_at = slots.leaf_at
+        self._with_sink = problem.spec.sink
+        self._forward = launch.kernel(isa, "forward", dtype)
+        self._combine = launch.kernel(isa, "combine", dtype) if self._splits > 1 else 0
+        self._combine_tasks = block.values[P.num_segments] * s.num_heads_q
+        work = s.batch * s.num_heads_q * s.seqlen_q * s.seqlen_k * (s.head_dim + s.head_dim_v)
+        self._most_threads = 1 if work < ALONE else self._tasks
+        self._each = -(-launch.scratch_bytes(problem) // 64) * 64
+        block.set(P.scratch_bytes, self._each)
+        self._lse_shape = lse.shape
+        self._values = bytes(block.values)
+        self._free: list[_Block] = []
+
+    def _make(self) -> _Block:
+        """A block of this call's numbers."""
+        block = _Block()
+        ctypes.memmove(block.address, self._values, len(self._values))
+        if self._table:
+            block.spec = (ctypes.c_int64 * len(self._table))(*self._table)
+            block.values[_SPEC] = ctypes.addressof(block.spec)
+        return block
+
+    def run(
+        self, qkv: tuple[Tensor, Tensor, Tensor], extra: Sequence[Tensor], out: Tensor, lse: Tensor | None
+    ) -> bool:
+        """Fill out and lse; extra are the leaves, then the sink, if any.
+
+        Returns: False if a number of the result is not finite: then what stood at hidden keys may have entered.
+        """
+        if self._tasks == 0:
+            return True
+        q, k, v = map(launch.readable, qkv) if self._copied else qkv
+        try:
+            block = self._free.pop()
+        except IndexError:
+            block = self._make()
+        values = block.values
+        values[_Q], values[_K], values[_V] = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        values[_OUT] = out.data_ptr()
+        if lse is None:
+            lse = block.lse
+        if lse is None:
+            lse = torch.empty(self._lse_shape, dtype=torch.float32, device="cpu")
+            block.lse = lse if lse.numel() <= SMALL else None
+        values[_LSE] = lse.data_ptr()
+        for at, leaf in zip(self._leaf_at, extra, strict=False):
+            block.spec[at] = leaf.data_ptr()  # type: ignore[index]
+        held = None
+        if self._with_sink:
+            held = extra[len(self._leaf_at)].detach().to(torch.float32).contiguous()
+            values[P.sink] = held.data_ptr()
+        threads = min(pool.num_threads(), self._most_threads) if self._most_threads > 1 else 1
+        size = self._each * threads + 64
+        scratch = _take_scratch(size)
+        values[_SCRATCH] = (scratch.data_ptr() + 63) & -64
+        values[_TASK] = values[_THREAD] = values[_FLAG] = 0
+        values[_NUM_TASKS] = self._tasks
+        if self._splits > 1:
+            self._run_split(block, threads)
+        else:
+            pool.run_parallel(self._forward, block.address, threads)
+        finite = values[_FLAG] == 0
+        _free_scratch.setdefault(size, []).append(scratch)
+        self._free.append(block)
+        return finite
+
+    def _run_split(self, block: _Block, threads: int) -> None:
+        """Parts by key split, then their merge."""
+        values = block.values
+        part = torch.empty(self._part_rows * (self._dim_v + 1), dtype=torch.float32, device="cpu")
+        values[P.part_out] = part.data_ptr()
+        values[P.part_lse] = part.data_ptr() + 4 * self._part_rows * self._dim_v
+        pool.run_parallel(self._forward, block.address, threads)
+        values[_TASK] = values[_THREAD] = 0
+        values[_NUM_TASKS] = self._combine_tasks
+        pool.run_parallel(self._combine, block.address, min(threads, self._combine_tasks))

@@ -1,0 +1,121 @@
+"""The short way of a call whose like was made before.
+
+Validation, text and dispatch depend on everything about a call but the tensors' contents and addresses. So the
+first call of a kind goes the long way; then its backend may `prepare` a function for its like, found here by a
+key of shapes, strides, types, devices, the spec's text and numbers, and the options. What is not plain (compiled,
+transformed or autocast code, tensor subclasses, dropout, offsets in tensors) always goes the long way.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from tilewise.dispatch import choose, registry
+from tilewise.ops import Attention, Numbers, apply
+from tilewise.problem import decode_inputs, decode_problem
+from tilewise.spec.masks import as_mask
+from tilewise.spec.scores import as_terms
+
+if TYPE_CHECKING:
+    from tilewise.backends.protocol import Prepared
+    from tilewise.written import Written
+
+MOST = 2048
+"""Kinds of calls remembered; then all are forgotten."""
+_PLAIN = (Tensor, nn.Parameter)
+_DEVICES = ("cpu", "cuda")
+
+
+class Ready(NamedTuple):
+    """A kind of call: how to run it without gradients, and its numbers for the way with them."""
+
+    run: Prepared
+    numbers: Numbers
+
+
+ready: dict[tuple[Any, ...] | None, Ready | None] = {}
+"""By key; None for a kind that has no short way."""
+
+
+def is_plain(q: Any, k: Any, v: Any) -> bool:
+    """Whether nothing stands between this call and a kernel but autograd."""
+    return not (
+        torch.compiler.is_compiling()
+        or type(q) not in _PLAIN
+        or type(k) not in _PLAIN
+        or type(v) not in _PLAIN
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or forward_ad._current_level >= 0
+        or (kind := q.device.type) not in _DEVICES
+        or torch.is_autocast_enabled(kind)
+    )
+
+
+def key_of(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, scores: Any, sink: Any, options: tuple[Any, ...]
+) -> tuple[tuple[Any, ...] | None, list[Tensor]]:
+    """(key, the call's tensors after q, k and v); the key is None for a call that always goes the long way.
+
+    options: scale, q_offset, k_offset, and the rest of the keywords that are no tensors, in a fixed order.
+    """
+    if isinstance(options[1], Tensor) or isinstance(options[2], Tensor):
+        return None, []
+    extra: list[Tensor] = []
+    spec: tuple[Any, ...] = ()
+    if mask is not None:
+        term = as_mask(mask).term
+        if term is not None:
+            spec = (term.text, term.ints, term.floats)
+            extra += term.leaves
+    if scores is not None and scores != ():
+        for score in as_terms(scores):
+            spec += (score.term.text, score.term.ints, score.term.floats)
+            extra += score.term.leaves
+    if sink is not None:
+        if not isinstance(sink, Tensor):
+            return None, []
+        spec += ("sink",)
+        extra.append(sink)
+    if extra:
+        if any(type(t) not in _PLAIN for t in extra):
+            return None, []
+        spec += tuple([(t.shape, t.stride(), t.dtype, t.device) for t in extra])
+    return (
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
+        q.device, k.device, v.device, spec, options, registry.version,
+    ), extra  # fmt: skip
+
+
+def run(
+    found: Ready, q: Tensor, k: Tensor, v: Tensor, extra: list[Tensor], return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The result of a call of a known kind, differentiable."""
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or any([t.requires_grad for t in extra])
+    ):
+        out, lse = apply(Attention, found.numbers, None, q, k, v, *extra)
+    else:
+        out, lse = found.run(q, k, v, extra, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def remember(key: tuple[Any, ...], written: Written) -> None:
+    """Let the backend that ran this call prepare for its like."""
+    if key in ready:
+        return
+    q, k, v, *leaves = written.tensors
+    numbers = written.numbers
+    problem = decode_problem(q, k, v, leaves, numbers.text)
+    prepare = getattr(choose(problem), "prepare", None)
+    prepared = None
+    if prepare is not None:
+        inputs = decode_inputs(problem, (q, k, v, leaves), numbers.ints, numbers.floats, None)
+        prepared = prepare(problem, inputs)
+    if len(ready) >= MOST:
+        ready.clear()
+    ready[key] = None if prepared is None else Ready(prepared, numbers._replace(run=prepared))
