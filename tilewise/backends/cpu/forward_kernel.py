@@ -29,23 +29,19 @@ if TYPE_CHECKING:
 
 
 @kernel
-def build_write(isa: Isa, micro: Micro) -> Any:
-    """write(...): finished rows of a task to where they belong."""
-    lanes, micro_size = isa.lanes, micro.size
-    unpack_narrow, unpack_wide = micro.unpack_square(micro.dtype), micro.unpack_square("fp32")
-    element_store, close = micro.element_store, micro.close
+def build_close(isa: Isa, micro: Micro) -> Any:
+    """close_rows(...): lse of a task's finished rows, and where their out goes."""
+    lanes, close = isa.lanes, micro.close
 
     @njit(**JIT)
-    def write(a, w, seg, split, count, strips):
-        """The finished rows: to out and lse, or to this split's part in float32."""
-        dim, dim_v = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v)
-        acc = w + LANES.tile + dim * ROW
+    def close_rows(a, w, seg, split, count, strips):
+        """Fills out_address and inverse, writes lse; returns whether the rows are a split's part, in float32."""
         heads, total, tensor_b = (
             load_i64(a, P.heads),
             load_i64(a, P.total_rows),
             load_i64(seg, SEGMENT.tensor_b),
         )
-        part, sink = load_i64(seg, SEGMENT.splits) > 1, load_i64(a, P.sink)
+        part, sink, dim_v = load_i64(seg, SEGMENT.splits) > 1, load_i64(a, P.sink), load_i64(a, P.head_dim_v)
         for x in range(strips * STRIP):
             h = load_i32(w + LANES.h, x)
             row = load_i64(seg, SEGMENT.row0) + load_i32(w + LANES.i, x)
@@ -71,6 +67,24 @@ def build_write(isa: Isa, micro: Micro) -> Any:
             else:
                 at = load_i64(a, P.lse) + tensor_b * load_i64(a, P.lse_b) + h * load_i64(a, P.lse_h)
                 store_f32(at, row, load_f32(w + LANES.lse, x))
+        return part
+
+    return close_rows
+
+
+@kernel
+def build_write(isa: Isa, micro: Micro) -> Any:
+    """write(...): finished rows of a task to where they belong."""
+    lanes, micro_size, close_rows = isa.lanes, micro.size, build_close(isa, micro)
+    unpack_narrow, unpack_wide = micro.unpack_square(micro.dtype), micro.unpack_square("fp32")
+    element_store = micro.element_store
+
+    @njit(**JIT)
+    def write(a, w, seg, split, count, strips):
+        """The finished rows: to out and lse, or to this split's part in float32."""
+        dim, dim_v = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v)
+        acc = w + LANES.tile + dim * ROW
+        part = close_rows(a, w, seg, split, count, strips)
         wide_out = part or load_i64(a, P.wide_out)
         wrong = 0
         d = 0
@@ -211,66 +225,3 @@ def build_forward(isa: Isa, dtype: str) -> Any:
             write(a, w, seg, split, count, strips)
 
     return forward
-
-
-@kernel
-def build_combine(isa: Isa, dtype: str) -> Any:
-    """The worker that merges the splits of the keys, one row of one head a task, in the order of the splits."""
-    micro = Micro(isa, dtype)
-    element_store, close = micro.element_store, micro.close
-
-    def combine(a):
-        w = load_i64(a, P.scratch) + take(a + P.thread * 8) * load_i64(a, P.scratch_bytes)
-        heads, total, dim_v = load_i64(a, P.heads), load_i64(a, P.total_rows), load_i64(a, P.head_dim_v)
-        while True:
-            task = take(a + P.task * 8)
-            if task >= load_i64(a, P.num_segments) * heads:
-                break
-            seg = load_i64(a, P.segments) + task // heads * SEGMENT.size * 8
-            h, splits, tensor_b = task % heads, load_i64(seg, SEGMENT.splits), load_i64(seg, SEGMENT.tensor_b)
-            if splits <= 1:
-                continue
-            for i in range(load_i64(seg, SEGMENT.rows)):
-                row = load_i64(seg, SEGMENT.row0) + i
-                flat = tensor_b * load_i64(seg, SEGMENT.rows) + row
-                lse, out = load_i64(a, P.part_lse), load_i64(a, P.part_out)
-                sink = load_f32(load_i64(a, P.sink), h) if load_i64(a, P.sink) else f32(-math.inf)
-                # The parts' lse are logits of the merged softmax: sum them as the rows of one tile would be.
-                best = sink
-                for split in range(splits):
-                    best = max(best, load_f32(lse, (split * heads + h) * total + flat))
-                weights = w + LANES.tile
-                l = f32(0.0)  # noqa: E741
-                base = best if best != f32(-math.inf) else f32(0.0)
-                for split in range(splits):
-                    part = load_f32(lse, (split * heads + h) * total + flat)
-                    share = exp_(part - base)
-                    store_f32(weights, split, share)
-                    l += share  # noqa: E741
-                store_f32(w + LANES.m, 0, base)
-                store_f32(w + LANES.l, 0, l)
-                store_f32(w + LANES.sink, 0, sink)
-                close(w + LANES.m, w + LANES.l, w + LANES.sink, w + LANES.inverse, w + LANES.lse)
-                at = load_i64(a, P.lse) + tensor_b * load_i64(a, P.lse_b) + h * load_i64(a, P.lse_h)
-                store_f32(at, row, load_f32(w + LANES.lse, 0))
-                inverse = load_f32(w + LANES.inverse, 0)
-                to = (
-                    load_i64(a, P.out)
-                    + tensor_b * load_i64(a, P.out_b)
-                    + h * load_i64(a, P.out_h)
-                    + row * load_i64(a, P.out_n)
-                )
-                for d in range(dim_v):
-                    value = f32(0.0)
-                    for split in range(splits):
-                        share = load_f32(weights, split)
-                        if share != f32(0.0):
-                            value += share * load_f32(out, ((split * heads + h) * total + flat) * dim_v + d)
-                    value = value * inverse if inverse != f32(0.0) else f32(0.0)
-                    if load_i64(a, P.wide_out):
-                        store_f32(to, d, value)
-                    else:
-                        element_store(to, d, value)
-
-    exp_ = micro.scalar_exp
-    return combine

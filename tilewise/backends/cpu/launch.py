@@ -34,6 +34,11 @@ KEY_BLOCK = 192
 FEWEST_TASKS = 16
 SHORTEST_SPLIT = 512
 """A call with fewer than FEWEST_TASKS blocks of rows splits the keys, no finer than SHORTEST_SPLIT."""
+DECODE_ROWS = 16
+"""Rows of a KV head, over its group, up to which `decode_kernel` takes a sequence: beyond, lanes over rows are full."""
+DECODE_BLOCK = 64
+DECODE_TASKS = 64
+"""Wanted tasks of decode: reading is shared by more cores than this needs, and parts are merged at little cost."""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -90,13 +95,21 @@ def packs(problem: Problem) -> bool:
     return problem.group > 1 and problem.options.layout == "dense" and 0 < rows < BLOCK_ROWS
 
 
-def splits_of(problem: Problem, piece: Piece) -> tuple[int, int]:
+def decodes(problem: Problem, piece: Piece) -> bool:
+    """Whether a sequence's rows are so few that lanes over the head serve them better than lanes over the rows."""
+    s, lanes = problem.shape, detect().lanes
+    few = piece.rows * problem.group <= DECODE_ROWS and piece.keys >= DECODE_BLOCK
+    return few and min(s.head_dim, s.head_dim_v) >= lanes
+
+
+def splits_of(problem: Problem, piece: Piece, decode: bool = False) -> tuple[int, int]:
     """(number of key splits, keys per split) of one segment."""
     s = problem.shape
-    units = s.num_heads_kv if packs(problem) else s.num_heads_q
-    rows = piece.rows * (problem.group if packs(problem) else 1)
+    packed = decode or packs(problem)
+    units = s.num_heads_kv if packed else s.num_heads_q
+    rows = piece.rows * (problem.group if packed else 1)
     tasks = units * -(-rows // BLOCK_ROWS) * (1 if problem.options.batch_invariant else max(s.batch, 1))
-    wanted = -(-FEWEST_TASKS // max(tasks, 1))
+    wanted = -(-(DECODE_TASKS if decode else FEWEST_TASKS) // max(tasks, 1))
     splits = max(1, min(wanted, piece.keys // SHORTEST_SPLIT))
     chunk = -(-piece.keys // splits)
     chunk = max(-(-chunk // fold.TABLE_TILE) * fold.TABLE_TILE, fold.TABLE_TILE)
@@ -171,10 +184,12 @@ def kernel(isa: Isa, name: str, dtype: str) -> int:
 
     def make() -> str:
         from tilewise.backends.cpu import backward_kernel as back
-        from tilewise.backends.cpu import forward_kernel
+        from tilewise.backends.cpu.combine_kernel import build_combine
+        from tilewise.backends.cpu.decode_kernel import build_decode
+        from tilewise.backends.cpu.forward_kernel import build_forward
 
         build = {
-            "forward": forward_kernel.build_forward, "combine": forward_kernel.build_combine,
+            "forward": build_forward, "decode": build_decode, "combine": build_combine,
             "backward": back.build_backward, "finish": back.build_finish,
         }  # fmt: skip
         return machine_code.numba_text(build[name](isa, dtype))
@@ -229,16 +244,16 @@ def class_tables(block: Block, problem: Problem, inputs: Inputs, found: list[Pie
 
 
 def lay_out(
-    block: Block, problem: Problem, inputs: Inputs, found: list[Piece], split: bool
+    block: Block, problem: Problem, inputs: Inputs, found: list[Piece], decode: bool
 ) -> tuple[int, int]:
     """Write the segments; returns (tasks, largest number of splits)."""
     s = problem.shape
-    packed = packs(problem)
+    packed = problem.group > 1 if decode else packs(problem)
     units = s.num_heads_kv if packed else s.num_heads_q
     numbers: list[int] = []
     tasks, most = 0, 1
     for piece, table in zip(found, class_tables(block, problem, inputs, found), strict=True):
-        splits, chunk = splits_of(problem, piece) if split else (1, max(piece.keys, 1))
+        splits, chunk = splits_of(problem, piece, decode)
         rows = piece.rows * (problem.group if packed else 1)
         count = units * -(-rows // BLOCK_ROWS) * splits
         if count == 0:
@@ -252,9 +267,67 @@ def lay_out(
     return tasks, most
 
 
+<<<<<<< HEAD
+=======
+def forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, slots: Slots | None) -> bool:
+    """Run the forward pass into out and lse: sequences of few rows by `decode_kernel`, the others by `forward_kernel`.
+
+    Returns: False if a number of the result is not finite: then what stood at hidden keys may have entered.
+    """
+    found = pieces(problem, inputs)
+    few = [piece for piece in found if decodes(problem, piece)]
+    many = [piece for piece in found if not decodes(problem, piece)] if few else found
+    finite = True
+    for part, decode in ((few, True), (many, False)):
+        if part:
+            finite &= _forward(problem, inputs, (out, lse), slots, part, decode)
+    return finite
+
+
+def _forward(
+    problem: Problem,
+    inputs: Inputs,
+    results: tuple[Tensor, Tensor],
+    slots: Slots | None,
+    found: list[Piece],
+    decode: bool,
+) -> bool:
+    """One launch: the sequences of one kernel."""
+    isa, dtype = detect(), NAMES[problem.dtype]
+    out, lse = results
+    block, s = common(problem, inputs), problem.shape
+    tasks, splits = lay_out(block, problem, inputs, found, decode)
+    if tasks == 0:
+        return True
+    block.tensor(P.out, out, strides_of(problem, out))
+    lse_strides = lse.stride()[:2] if problem.options.layout == "dense" else (0, lse.stride(0))
+    block.tensor(P.lse, lse, lse_strides)
+    block.set(P.wide_out, int(problem.out_dtype == torch.float32))
+    block.set(P.key_block, DECODE_BLOCK if decode else KEY_BLOCK)
+    total = s.seqlen_q * (s.batch if problem.options.layout == "dense" else 1)
+    block.set(P.total_rows, total)
+    if splits > 1:
+        block.tensor(
+            P.part_out,
+            torch.empty(splits * s.num_heads_q * total * s.head_dim_v, dtype=torch.float32, device="cpu"),
+        )
+        block.tensor(
+            P.part_lse, torch.empty(splits * s.num_heads_q * total, dtype=torch.float32, device="cpu")
+        )
+    if slots is not None:
+        link_spec(block, problem, inputs, found, slots)
+    threads = pool.num_threads()
+    block.scratch(scratch_bytes(problem), threads)
+    block.run(kernel(isa, "decode" if decode else "forward", dtype), tasks, threads)
+    if splits > 1:
+        block.run(kernel(isa, "combine", dtype), block.values[P.num_segments] * s.num_heads_q, threads)
+    return block.values[P.flag] == 0
+
+
+>>>>>>> main
 def link_spec(block: Block, problem: Problem, inputs: Inputs, found: list[Piece], slots: Slots) -> None:
     """Point the block at the spec's code and data."""
-    code = fold.forward_code(detect(), problem.spec, slots, packs(problem))
+    code = fold.forward_code(detect(), problem.spec, slots, bool(block.values[P.packed]))
     for name in ("classify", "fold_full", "fold_partial"):
         block.set(getattr(P, name), code.get(name, 0))
     # A masked tile needs the fold even where there is no term; a full one only with terms.
@@ -267,8 +340,8 @@ def plan(problem: Problem) -> Schedule:
     """The schedule of the forward pass (and, if the problem needs gradients, its backward's workspace)."""
     s = problem.shape
     piece = Piece(0, s.seqlen_q, 0, s.seqlen_k, 0, 0, 0, 0)
-    splits = splits_of(problem, piece)[0] if problem.options.layout == "dense" else 1
-    isa = detect()
+    isa, decode = detect(), decodes(problem, piece)
+    splits = splits_of(problem, piece, decode)[0] if problem.options.layout == "dense" else 1
     workspace = pool.num_threads() * scratch_bytes(problem)
     if splits > 1:
         workspace += 4 * splits * s.batch * s.num_heads_q * s.seqlen_q * (s.head_dim_v + 1)
@@ -277,4 +350,5 @@ def plan(problem: Problem) -> Schedule:
         f"threads: {pool.pool_name()}",
         "a call whose result is not finite is done again by blockwise, and so is the backward of a large shared leaf",
     )
-    return Schedule(BLOCK_ROWS, KEY_BLOCK, "rows outer, keys inner", splits, workspace, notes=notes)
+    loop = "keys, all rows of a KV head together" if decode else "rows outer, keys inner"
+    return Schedule(BLOCK_ROWS, DECODE_BLOCK if decode else KEY_BLOCK, loop, splits, workspace, notes=notes)

@@ -35,7 +35,8 @@ _loaded: dict[str, dict[str, int]] = {}
 _EMITTERS = ("isa", "parameters", "words", "micro")
 SOURCES = {
     "forward": (*_EMITTERS, "loops", "forward_kernel"),
-    "combine": (*_EMITTERS, "loops", "forward_kernel"),
+    "combine": (*_EMITTERS, "loops", "row_micro", "combine_kernel"),
+    "decode": (*_EMITTERS, "loops", "row_micro", "forward_kernel", "decode_kernel"),
     "backward": (*_EMITTERS, "loops", "backward_kernel"),
     "finish": (*_EMITTERS, "loops", "backward_kernel"),
     "fold": (*_EMITTERS, "print_vector", "print_interval", "slots", "fold"),

@@ -1,0 +1,281 @@
+"""What `benchmarks/gpu.py` times: the cells, and each library through the call its user would make.
+
+A contender is a function of a cell that returns (layout, attend) or raises `Refused` with the reason; attend takes
+q, k, v and the cell's trained leaf, if it has one, and returns out. What a user makes once (a block mask, compiled
+code, slopes) is made before and is in no time.
+
+    triton, hopper, ...   tilewise.attention with that backend; `triton+atomics` allows dq by atomic additions
+    sdpa_flash, sdpa_cudnn   scaled_dot_product_attention held to one backend
+    flex, flex_tuned      flex_attention compiled by default, and with mode max-autotune-no-cudagraphs
+    fa3, fa4              fa3_fwd_interface and flash_attn.cute
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tilewise as tw
+
+Attend = Callable[..., Tensor]
+ROWS_AT_ONCE = 1024
+STRIDE = 4
+"""The user's mask: causal, and of every STRIDE distances the first half."""
+
+
+class Refused(Exception):
+    """Why a library does not take a cell."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One problem. mask: full, causal, window:W (causal, W keys back), documents:MEAN (causal inside each), user.
+    score: "", alibi, softcap, bias (a trained (1, H, N, N)), column_bias (trained, (B, 1, 1, N))."""
+
+    name: str
+    batch: int
+    heads: int
+    heads_kv: int
+    n: int
+    d: int
+    mask: str = "full"
+    score: str = ""
+    dropout: float = 0.0
+    d_v: int = 0
+    dtype: torch.dtype = torch.bfloat16
+    q_rows: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.q_rows or self.n
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.d_v or self.d
+
+    @property
+    def mask_number(self) -> int:
+        return int(self.mask.partition(":")[2] or 0)
+
+    @functools.cached_property
+    def documents(self) -> Tensor:
+        """Document of each token, (n,) int32: lengths drawn between half and one and a half of the mean."""
+        mean, generator = self.mask_number, torch.Generator().manual_seed(0)
+        lengths = torch.randint(mean // 2, mean * 3 // 2, (2 * self.n // mean + 1,), generator=generator)
+        ids = torch.arange(len(lengths)).repeat_interleave(lengths)[: self.n]
+        return ids.to("cuda", torch.int32)
+
+    def keep(self, i: Tensor, j: Tensor) -> Tensor:
+        """Whether row i sees column j; rows stand at the end of the columns."""
+        q = i + (self.n - self.rows)
+        kind = self.mask.partition(":")[0]
+        if kind == "full":
+            return (q >= 0) & (j >= 0)
+        causal = j <= q
+        if kind == "window":
+            return causal & (q - j <= self.mask_number)
+        if kind == "documents":
+            return causal & (self.documents[i] == self.documents[j])
+        return causal & ((q - j) % STRIDE < STRIDE // 2) if kind == "user" else causal
+
+    def pairs(self) -> int:
+        """Visible pairs of one head."""
+        columns = torch.arange(self.n, device="cuda")[None, :]
+        parts = torch.arange(self.rows, device="cuda")[:, None].split(ROWS_AT_ONCE)
+        return sum(int(self.keep(rows, columns).sum()) for rows in parts)
+
+    def flops(self, which: str, pairs: int) -> float:
+        """Two products forward, five backward; multiplications and additions."""
+        per_pair = self.d + self.head_dim_v if which == "forward" else 3 * self.d + 2 * self.head_dim_v
+        return 2.0 * self.batch * self.heads * pairs * per_pair
+
+    def draw(self, layout: str) -> list[Tensor]:
+        """q, k, v and the trained leaf, if any."""
+
+        def make(heads: int, n: int, d: int) -> Tensor:
+            size = (self.batch, heads, n, d) if layout == "bhnd" else (self.batch, n, heads, d)
+            return torch.randn(size, device="cuda", dtype=self.dtype)
+
+        made = [
+            make(self.heads, self.rows, self.d),
+            make(self.heads_kv, self.n, self.d),
+            make(self.heads_kv, self.n, self.head_dim_v),
+        ]
+        if self.score == "bias":
+            made.append(torch.randn(1, self.heads, self.rows, self.n, device="cuda", dtype=self.dtype))
+        if self.score == "column_bias":
+            made.append(torch.randn(self.batch, 1, 1, self.n, device="cuda", dtype=self.dtype))
+        return made
+
+
+# ---- tilewise ------------------------------------------------------------------------------------------------
+
+
+def _dilated(q: Any, k: Any) -> Any:
+    return (q - k) % STRIDE < STRIDE // 2
+
+
+def ours(cell: Cell, backend: str) -> tuple[str, Attend]:
+    """tilewise.attention by a named backend."""
+    name, _, option = backend.partition("+")
+    kind = cell.mask.partition(":")[0]
+    mask = None if kind == "full" else tw.causal()
+    if kind == "window":
+        mask = mask & tw.window(cell.mask_number, 0)
+    if kind == "documents":
+        mask = mask & tw.document(cell.documents[None].expand(cell.batch, -1))
+    if kind == "user":
+        mask = mask & tw.custom(_dilated)
+    fixed = {
+        "alibi": lambda: (tw.alibi(tw.alibi_slopes(cell.heads).to("cuda")),),
+        "softcap": lambda: (tw.softcap(30.0),),
+    }
+    terms = fixed[cell.score]() if cell.score in fixed else ()
+    deterministic = False if option == "atomics" else None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *leaf: Tensor) -> Tensor:
+        scores = tuple(tw.bias(t) for t in leaf) or terms
+        return tw.attention(
+            q, k, v, mask=mask, scores=scores, dropout=cell.dropout, backend=name, deterministic=deterministic
+        )
+
+    return "bhnd", attend
+
+
+# ---- the others ----------------------------------------------------------------------------------------------
+
+
+def sdpa(cell: Cell, backend: str) -> tuple[str, Attend]:
+    """scaled_dot_product_attention, one backend."""
+    if cell.mask not in ("full", "causal") or cell.score or (cell.mask == "causal" and cell.rows != cell.n):
+        raise Refused("a boolean matrix or a bias is another kernel")
+    flags = {n: n == backend for n in ("flash", "mem_efficient", "math", "cudnn")}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for name, on in flags.items():
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(on)
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=cell.mask == "causal",
+            dropout_p=cell.dropout,
+            enable_gqa=cell.heads != cell.heads_kv,
+        )
+
+    return "bhnd", attend
+
+
+def flex(cell: Cell, mode: str | None) -> tuple[str, Attend]:
+    """flex_attention, compiled."""
+    import torch._functorch.config
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if cell.dropout:
+        raise Refused("flex_attention has no dropout")
+    torch._dynamo.reset()
+    # The backward is timed alone, again and again on one graph, whose buffers it must not take for itself.
+    torch._functorch.config.donated_buffer = False
+    compiled = torch.compile(flex_attention, dynamic=False, mode=mode)
+    block_mask = None
+    if cell.mask != "full":
+        block_mask = create_block_mask(
+            lambda b, h, i, j: cell.keep(i, j), None, None, cell.rows, cell.n, device="cuda"
+        )
+    slopes = tw.alibi_slopes(cell.heads).to("cuda")
+    gqa = cell.heads != cell.heads_kv
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *leaf: Tensor) -> Tensor:
+        def alibi(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return s - slopes[h] * (i - j).abs()
+
+        def softcap(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return 30.0 * torch.tanh(s / 30.0)
+
+        def bias(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return s + leaf[0][0, h, i, j]
+
+        def column_bias(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return s + leaf[0][b, 0, 0, j]
+
+        terms = {"alibi": alibi, "softcap": softcap, "bias": bias, "column_bias": column_bias}
+        return compiled(q, k, v, score_mod=terms.get(cell.score), block_mask=block_mask, enable_gqa=gqa)
+
+    return "bhnd", attend
+
+
+def flash(cell: Cell, version: str) -> tuple[str, Attend]:
+    """The flash_attn packages, (B, N, H, D)."""
+    kind = cell.mask.partition(":")[0]
+    if kind not in ("full", "causal", "window") or cell.score or cell.dropout:
+        raise Refused("not among its features")
+    if version == "fa3":
+        from fa3_fwd_interface import flash_attn_func
+    else:
+        from flash_attn.cute import flash_attn_func
+    options: dict[str, Any] = {"window_size": (cell.mask_number, 0)} if kind == "window" else {}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flash_attn_func(q, k, v, causal=kind != "full", **options)
+        return out[0] if isinstance(out, tuple) else out
+
+    return "bnhd", attend
+
+
+def contender(name: str, cell: Cell) -> tuple[str, Attend]:
+    """(layout, attend) of the library of that name. Raises Refused, or whatever the library raises."""
+    others = {
+        "sdpa_flash": lambda: sdpa(cell, "flash"),
+        "sdpa_cudnn": lambda: sdpa(cell, "cudnn"),
+        "flex": lambda: flex(cell, None),
+        "flex_tuned": lambda: flex(cell, "max-autotune-no-cudagraphs"),
+        "fa3": lambda: flash(cell, "fa3"),
+        "fa4": lambda: flash(cell, "fa4"),
+    }
+    return others[name]() if name in others else ours(cell, name)
+
+
+# ---- cells ---------------------------------------------------------------------------------------------------
+
+
+def _plain(d: int, n: int, causal: bool) -> Cell:
+    kind = "causal" if causal else "full"
+    return Cell(f"D{d}-N{n}-{kind}", 16384 // n, 2048 // d, 2048 // d, n, d, kind)
+
+
+SECTIONS: dict[str, tuple[Cell, ...]] = {
+    "long": tuple(_plain(d, 16384, causal) for d in (128, 64, 256) for causal in (False, True)),
+    "short": tuple(
+        _plain(d, n, causal) for d in (64, 128, 256) for n in (1024, 4096) for causal in (False, True)
+        if d == 128 or n > 1024
+    ),
+    "features": (
+        Cell("window1024", 1, 16, 16, 16384, 128, "window:1024"),
+        Cell("documents1024", 1, 16, 16, 16384, 128, "documents:1024"),
+        Cell("alibi-causal", 1, 16, 16, 16384, 128, "causal", "alibi"),
+        Cell("softcap-causal", 1, 16, 16, 16384, 128, "causal", "softcap"),
+        Cell("bias", 1, 16, 16, 8192, 128, "full", "bias"),
+        Cell("column_bias", 1, 16, 16, 16384, 128, "full", "column_bias"),
+        Cell("dropout-causal", 1, 16, 16, 16384, 128, "causal", dropout=0.1),
+        Cell("user-causal", 1, 16, 16, 16384, 128, "user"),
+    ),
+    "grouped": (
+        Cell("gqa32/8-D128-N8192-causal", 2, 32, 8, 8192, 128, "causal"),
+        Cell("window4096-D128-N32768", 1, 16, 16, 32768, 128, "window:4096"),
+        Cell("D96-N8192-causal", 2, 21, 21, 8192, 96, "causal"),
+        Cell("D192_128-N8192-causal", 2, 16, 16, 8192, 192, "causal", d_v=128),
+    ),
+    "decode": tuple(
+        Cell(f"decode-B{b}-H{h}/{hkv}-N{n}", b, h, hkv, n, 128, "full", q_rows=1)
+        for b, h, hkv, n in (
+            (8, 32, 8, 32768), (1, 32, 8, 131072), (64, 32, 8, 4096), (1, 32, 8, 8192),
+            (128, 32, 8, 1024), (16, 64, 8, 16384), (16, 16, 1, 32768),
+        )
+    ),
+}  # fmt: skip

@@ -1,0 +1,144 @@
+"""How a spec's run-time data reach its printed code: leaves, scalars and tables of block extremes, as one flat tuple.
+
+    per leaf: pointer, then per dimension (size, stride / step)     ints     floats     per table: pointer
+
+A leaf's layout class is part of what is printed: which dimension has stride 1, which dimensions do not move
+(size 1 or stride 0), and the step by which all other strides and the address are divisible, so that the
+compiler sees aligned, contiguous rows without specialising any integer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from tilewise.spec import expression as ex
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from tilewise.spec.attention import AttentionSpec
+
+READABLE = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+)  # fmt: skip
+BLOCK = 64
+"""Rows or columns that share an entry of a table of block extremes."""
+_PAIRS = frozenset("ijqk")
+
+
+class LeafLayout(NamedTuple):
+    """unit: the dimension with stride 1 (-1: none). still: dimensions whose index takes no part. step: what divides
+    the other strides, in elements."""
+
+    unit: int
+    still: tuple[int, ...]
+    step: int
+
+
+class Table(NamedTuple):
+    """Extremes of leaf `slot` over blocks of dimension `dim`, (2, ...sizes with dim cut into blocks) int32."""
+
+    slot: int
+    dim: int
+
+
+class Slots(NamedTuple):
+    """Where each thing stands in the flat tuple."""
+
+    leaves: tuple[LeafLayout, ...]
+    leaf_at: tuple[int, ...]
+    ints_at: int
+    floats_at: int
+    tables: tuple[Table, ...]
+    tables_at: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """A name for each entry of the tuple."""
+        names: list[str] = []
+        ranks = [
+            (b - a - 1) // 2 for a, b in zip(self.leaf_at, (*self.leaf_at[1:], self.ints_at), strict=True)
+        ]
+        for slot, rank in enumerate(ranks):
+            names.append(f"L{slot}")
+            for d in range(rank):
+                names += [f"L{slot}_n{d}", f"L{slot}_s{d}"]
+        names += [f"n{n}" for n in range(self.floats_at - self.ints_at)]
+        names += [f"x{n}" for n in range(self.tables_at - self.floats_at)]
+        return (*names, *(f"T{n}" for n in range(len(self.tables))))
+
+
+def layout_of(leaf: Tensor, pairwise: frozenset[int]) -> LeafLayout:
+    """The layout class; pairwise: dimensions indexed by something that moves within a tile."""
+    shape, strides = leaf.shape, leaf.stride()
+    still = tuple(d for d in range(leaf.ndim) if d in pairwise and (shape[d] == 1 or strides[d] == 0))
+    moving = [d for d in range(leaf.ndim) if d in pairwise and d not in still]
+    unit = next((d for d in reversed(moving) if strides[d] == 1), -1)
+    step = max(16 // leaf.element_size(), 1)
+    aligned = unit >= 0 and leaf.data_ptr() % 16 == 0
+    aligned = aligned and all(s % step == 0 for d, s in enumerate(strides) if d != unit and d not in still)
+    return LeafLayout(unit, still, step if aligned else 1)
+
+
+def pairwise_dims(spec: AttentionSpec) -> tuple[frozenset[int], ...]:
+    """For each leaf the dimensions whose index reads i, j, q, k or another leaf."""
+    roots = [root for root in (spec.keep, spec.score) if root is not None]
+    found: list[set[int]] = [set() for _ in spec.leaves]
+    for site in ex.loads(*roots):
+        for d, index in enumerate(site.args):
+            if ex.variables(index) & _PAIRS or ex.loads(index):
+                found[int(site.value)].add(d)  # type: ignore[arg-type]
+    return tuple(frozenset(f) for f in found)
+
+
+def tables_of(spec: AttentionSpec) -> tuple[Table, ...]:
+    """The tables that the interval form of the mask reads: integer or bool leaves along the row or the column."""
+    if spec.keep is None:
+        return ()
+    found = {table_of(site) for site in ex.loads(spec.keep)}
+    return tuple(sorted(t for t in found if t is not None))
+
+
+def table_of(site: ex.Node) -> Table | None:
+    """The table that bounds a load, if its only index that moves within a tile is i or j itself."""
+    moving = [d for d, a in enumerate(site.args) if ex.variables(a) & (_PAIRS | {"h"}) or ex.loads(a)]
+    pairs = [d for d in moving if ex.variables(site.args[d]) != {"h"}]
+    if site.type == "float" or len(pairs) != 1:
+        return None
+    index = site.args[pairs[0]]
+    direct = index is ex.variable("i") or index is ex.variable("j")
+    return Table(int(site.value), pairs[0]) if direct else None  # type: ignore[arg-type]
+
+
+def describe(spec: AttentionSpec, leaves: Sequence[Tensor]) -> Slots | None:
+    """Slots of a call; None if a leaf has an element type that kernels do not read, or no elements."""
+    if any(leaf.dtype not in READABLE or leaf.numel() == 0 for leaf in leaves):
+        return None
+    at, where = 0, []
+    for leaf in leaves:
+        where.append(at)
+        at += 1 + 2 * leaf.ndim
+    layouts = tuple(layout_of(leaf, p) for leaf, p in zip(leaves, pairwise_dims(spec), strict=True))
+    floats_at = at + spec.num_ints
+    return Slots(layouts, tuple(where), at, floats_at, tables_of(spec), floats_at + spec.num_floats)
+
+
+def fill(
+    slots: Slots,
+    leaves: Sequence[Tensor],
+    ints: Sequence[int],
+    floats: Sequence[float],
+    tables: Sequence[Tensor],
+) -> list[object]:
+    """The flat tuple's values, in the order of `Slots.names`."""
+    values: list[object] = []
+    for leaf, layout in zip(leaves, slots.leaves, strict=True):
+        values.append(leaf)
+        for size, stride in zip(leaf.shape, leaf.stride(), strict=True):
+            values += [size, stride // layout.step]
+    return [*values, *ints, *floats, *tables]

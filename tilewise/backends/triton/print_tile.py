@@ -1,0 +1,167 @@
+"""The expression tree printed as Triton: values on a tile, by broadcasting.
+
+A printed function takes whatever shapes broadcast: rows i, q as (M, 1), columns j, k as (1, N), heads as a number
+or as (M, 1), s as (M, N); transposed tiles (rows (1, M), columns (N, 1)) work as well. A node is computed at the
+shape of what it depends on. Arithmetic is that of `tilewise.spec.expression`: int32 and float32, `//` and `%`
+round down, x // 0 = 0, a load outside its leaf reads the nearest element inside.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tilewise.spec import expression as ex
+
+if TYPE_CHECKING:
+    from tilewise.backends.triton.layout import Slots
+    from tilewise.spec.expression import Node
+
+VARIABLES = "s, i, j, q, k, b, h, g"
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==",
+    "ne": "!=", "and": "&", "or": "|",
+}  # fmt: skip
+_CALLS = {"tanh": "tanh", "exp2": "tl.exp2", "log2": "tl.log2", "abs": "tl.abs", "where": "tl.where"}
+_BY_TYPE = {
+    "min": {"int": "tl.minimum", "float": "minimum_float"},
+    "max": {"int": "tl.maximum", "float": "maximum_float"},
+    "floordiv": {"int": "floordiv_int", "float": "floordiv_float"},
+    "mod": {"int": "mod_int", "float": "mod_float"},
+}
+_TYPES = {"int": "tl.int32", "float": "tl.float32", "bool": "tl.int1"}
+
+
+def literal(node: Node) -> str:
+    """A typed scalar, so that no arithmetic is done by Python's rules."""
+    value = node.value
+    if node.type == "float":
+        text = repr(float(value))  # type: ignore[arg-type]
+        value = f'float("{text}")' if text in ("inf", "-inf", "nan") else text
+    return f"tl.full((), {value}, {_TYPES[node.type]})"
+
+
+class TilePrinter:
+    """Prints nodes as statements; `names` holds what is printed so far."""
+
+    def __init__(self, slots: Slots, exact: bool = False) -> None:
+        self.slots, self.exact = slots, exact
+        self.names: dict[Node, str] = {}
+        self.lines: list[str] = []
+        self.used: set[int] = set()
+
+    def _slot(self, at: int) -> str:
+        self.used.add(at)
+        return self.slots.names[at]
+
+    def emit(self, node: Node) -> str:
+        """Print a node and what it needs; returns its name."""
+        for n in ex.topological(node):
+            if n not in self.names:
+                text = self._text(n)
+                if n.op in ("var", "int_scalar", "float_scalar"):
+                    self.names[n] = text
+                    continue
+                self.names[n] = f"t{len(self.names)}"
+                self.lines.append(f"{self.names[n]} = {text}")
+        return self.names[node]
+
+    def _text(self, node: Node) -> str:
+        a = [self.names[arg] for arg in node.args]
+        match node.op:
+            case "const":
+                return literal(node)
+            case "var":
+                return str(node.value)
+            case "int_scalar":
+                return self._slot(self.slots.ints_at + int(node.value))  # type: ignore[arg-type]
+            case "float_scalar":
+                return self._slot(self.slots.floats_at + int(node.value))  # type: ignore[arg-type]
+            case "load":
+                return self.load(node, a)
+            case "neg":
+                return f"-{a[0]}" if node.type == "float" else f"0 - {a[0]}"
+            case "not":
+                return f"{a[0]} == 0"
+            case "to_int" | "to_float":
+                return f"{a[0]}.to({_TYPES[node.type]})"
+        if node.op == "div" and self.exact:
+            return f"tl.div_rn({a[0]}, {a[1]})"
+        if node.op in _INFIX:
+            return f"{a[0]} {_INFIX[node.op]} {a[1]}"
+        if node.op in _BY_TYPE:
+            return f"{_BY_TYPE[node.op][node.args[0].type]}({a[0]}, {a[1]})"
+        return f"{_CALLS[node.op]}({', '.join(a)})"
+
+    # ---- leaves ----------------------------------------------------------------------------------------------
+
+    def index(self, node: Node, d: int, name: str) -> str | None:
+        """A load's index along dimension d, clamped to the leaf; None where it takes no part."""
+        slot = int(node.value)  # type: ignore[arg-type]
+        if d in self.slots.leaves[slot].still:
+            return None
+        size = self._slot(self.slots.leaf_at[slot] + 1 + 2 * d)
+        return f"inside({name}, {size})"
+
+    def address(self, node: Node, indices: list[str | None]) -> str:
+        """Pointer to a load's element from its clamped indices: what moves least is added first."""
+        slot = int(node.value)  # type: ignore[arg-type]
+        layout, at = self.slots.leaves[slot], self.slots.leaf_at[slot]
+        parts, unit = [], ""
+        for d, index in enumerate(indices):
+            if index is None:
+                continue
+            if d == layout.unit:
+                unit = f" + {index}"
+                continue
+            parts.append(f"{index}.to(tl.int64) * {self._slot(at + 2 + 2 * d)}")
+        base = self._slot(at)
+        if parts:
+            times = f" * {layout.step}" if layout.step > 1 else ""
+            base = f"{base} + ({' + '.join(parts)}){times}"
+        return base + unit
+
+    def load(self, node: Node, a: list[str]) -> str:
+        indices = [self.index(node, d, name) for d, name in enumerate(a)]
+        return as_kind(f"tl.load({self.address(node, indices)})", node.type)
+
+
+def as_kind(text: str, kind: str) -> str:
+    """A loaded element as the tree's type."""
+    return f"({text} != 0)" if kind == "bool" else f"{text}.to({_TYPES[kind]})"
+
+
+def unpack(slots: Slots, used: set[int]) -> list[str]:
+    """Statements that name the entries of `data` that a function uses."""
+    return [f"{slots.names[at]} = data[{at}]" for at in sorted(used)]
+
+
+def print_function(
+    name: str, roots: tuple[Node, ...], slots: Slots, *, doc: str, like_s: bool, exact: bool = False
+) -> str:
+    """Text of a jit function of (s, i, j, q, k, b, h, g, data) that returns the roots (one bare, several as a tuple).
+
+    like_s: float results are broadcast to the shape of s. exact: `/` is rounded correctly, as masks want it.
+    """
+    printer = TilePrinter(slots, exact)
+    results = []
+    for root in roots:
+        text = printer.emit(root)
+        wide = like_s and root.type == "float" and not (root.op == "var" and root.value == "s")
+        results.append(f"tl.broadcast_to({text}, s.shape)" if wide else text)
+    body = [f'"""{doc}"""', *unpack(slots, printer.used), *printer.lines, f"return {', '.join(results)}"]
+    return f"@triton.jit\ndef {name}({VARIABLES}, data):\n" + "".join(f"    {line}\n" for line in body)
+
+
+def print_indices(name: str, site: Node, slots: Slots) -> str:
+    """Text of a jit function that returns the clamped indices of a load, one per dimension (0 where it is still)."""
+    printer = TilePrinter(slots)
+    results = []
+    for d, argument in enumerate(site.args):
+        found = printer.index(site, d, printer.emit(argument))
+        results.append(found or "tl.full((), 0, tl.int32)")
+    tail = "," if len(results) == 1 else ""
+    body = [
+        f'"""Indices into leaf {site.value}."""', *unpack(slots, printer.used), *printer.lines,
+        f"return ({', '.join(results)}{tail})",
+    ]  # fmt: skip
+    return f"@triton.jit\ndef {name}({VARIABLES}, data):\n" + "".join(f"    {line}\n" for line in body)

@@ -1,0 +1,156 @@
+"""The words that printed kernels use: integer division, extremes, tanh, and arithmetic on intervals.
+
+Kernels are compiled without floating-point contraction; where a fused multiply-add is wanted it is written.
+Interval words take and give int64, so that a bound that leaves int32 is seen and becomes the whole of int32.
+"""
+
+import triton
+import triton.language as tl
+
+INT_MIN = tl.constexpr(-(2**31))
+INT_MAX = tl.constexpr(2**31 - 1)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def inside(index, size):
+    """The index clamped to 0 .. size - 1."""
+    return tl.maximum(tl.minimum(index, size - 1), 0)
+
+
+@triton.jit
+def floordiv_int(a, b):
+    """a // b rounded down, int32; 0 where b is 0."""
+    # INT_MIN / -1 overflows in the division itself, so -1 is taken out as 0 is.
+    special = (b == 0) | (b == -1)
+    divisor = tl.where(special, 1, b)
+    quotient = a // divisor
+    below = (a - quotient * divisor != 0) & ((a < 0) != (divisor < 0))
+    quotient = quotient - below.to(tl.int32)
+    return tl.where(b == 0, 0, tl.where(b == -1, 0 - a, quotient))
+
+
+@triton.jit
+def mod_int(a, b):
+    """a - (a // b) * b, int32; 0 where b is 0."""
+    return tl.where(b == 0, 0, a - floordiv_int(a, b) * b)
+
+
+@triton.jit
+def floordiv_float(a, b):
+    """floor(a / b), float32."""
+    return tl.floor(tl.div_rn(a, b))
+
+
+@triton.jit
+def mod_float(a, b):
+    """a - floor(a / b) * b, float32."""
+    return a - tl.floor(tl.div_rn(a, b)) * b
+
+
+@triton.jit
+def minimum_float(a, b):
+    """The smaller value; NaN wins."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def maximum_float(a, b):
+    """The larger value; NaN wins."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent, float32, to about 2e-7 relative.
+
+    Near 0 the odd polynomial of Cephes (tanhf, |x| < 0.625); beyond it 1 - 2 / (e^2|x| + 1).
+    """
+    a = tl.abs(x)
+    z = x * x
+    poly = tl.fma(z, -5.70498872745e-3, 2.06390887954e-2)
+    poly = tl.fma(poly, z, -5.37397155531e-2)
+    poly = tl.fma(poly, z, 1.33314422036e-1)
+    poly = tl.fma(poly, z, -3.33332819422e-1)
+    near = tl.fma(x * z, poly, x)
+    far = 1.0 - 2.0 / (tl.exp2(a * 2.8853900817779268) + 1.0)
+    far = tl.where(x < 0, -far, far)
+    return tl.where(a < 0.625, near, far)
+
+
+# ---- intervals: int64 bounds ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def leaves_int32(lo, hi):
+    """Whether a bound is beyond int32, in which indices are computed."""
+    return (lo < INT_MIN) | (hi > INT_MAX)
+
+
+@triton.jit
+def floor_positive(a, b):
+    """a // b rounded down, int64, b > 0."""
+    quotient = a // b
+    return quotient - (a - quotient * b < 0).to(tl.int64)
+
+
+@triton.jit
+def divide_interval(a_lo, a_hi, b_lo, b_hi):
+    """Bounds of a // b: exact for one positive divisor, else the whole of int32."""
+    known = (b_lo == b_hi) & (b_lo > 0)
+    divisor = tl.where(known, b_lo, 1)
+    lo = tl.where(known, floor_positive(a_lo, divisor), INT_MIN)
+    hi = tl.where(known, floor_positive(a_hi, divisor), INT_MAX)
+    return lo, hi
+
+
+@triton.jit
+def mod_interval(a_lo, a_hi, b_lo, b_hi):
+    """Bounds of a % b for one positive divisor: inside one period the dividend, shifted; else 0 .. b - 1."""
+    known = (b_lo == b_hi) & (b_lo > 0)
+    divisor = tl.where(known, b_lo, 1)
+    first, last = floor_positive(a_lo, divisor), floor_positive(a_hi, divisor)
+    same = first == last
+    lo = tl.where(same, a_lo - first * divisor, 0)
+    hi = tl.where(same, a_hi - first * divisor, divisor - 1)
+    return tl.where(known, lo, INT_MIN), tl.where(known, hi, INT_MAX)
+
+
+@triton.jit
+def multiply_interval(a_lo, a_hi, b_lo, b_hi):
+    """Bounds of a * b."""
+    w, x, y, z = a_lo * b_lo, a_lo * b_hi, a_hi * b_lo, a_hi * b_hi
+    lo = tl.minimum(tl.minimum(w, x), tl.minimum(y, z))
+    hi = tl.maximum(tl.maximum(w, x), tl.maximum(y, z))
+    wild = leaves_int32(lo, hi)
+    return tl.where(wild, INT_MIN, lo), tl.where(wild, INT_MAX, hi)
+
+
+@triton.jit
+def whole_if_wild(lo, hi):
+    """The bounds, or all of int32 where one is beyond it."""
+    wild = leaves_int32(lo, hi)
+    return tl.where(wild, INT_MIN, lo), tl.where(wild, INT_MAX, hi)
+
+
+@triton.jit
+def magnitude_interval(lo, hi):
+    """Bounds of abs(x)."""
+    least = tl.maximum(tl.maximum(lo, 0 - hi), 0)
+    return whole_if_wild(least, tl.maximum(hi, 0 - lo))
+
+
+@triton.jit
+def load_where(address, where):
+    """The elements where the condition holds, else 0."""
+    pointers, mask = tl.broadcast(address, where)
+    return tl.load(pointers, mask=mask, other=0)
+
+
+@triton.jit
+def select_interval(certain, possible, a_lo, a_hi, b_lo, b_hi):
+    """Bounds of where(condition, a, b) for a condition known as (certain, possible)."""
+    lo = tl.where(certain, a_lo, tl.where(possible, tl.minimum(a_lo, b_lo), b_lo))
+    hi = tl.where(certain, a_hi, tl.where(possible, tl.maximum(a_hi, b_hi), b_hi))
+    return lo, hi
