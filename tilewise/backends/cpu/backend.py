@@ -41,12 +41,12 @@ class _Prepared:
     """A laid-out forward with its results' shapes."""
 
     def __init__(self, problem: Problem, inputs: Inputs, slots: Slots, exact: Blockwise) -> None:
-        from tilewise.backends.cpu.prepared import Forward
+        from tilewise.backends.cpu.prepared import launches_of
 
         q = inputs.q
         out = empty_in_order(q, problem.out_shape, problem.out_dtype)
         lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
-        self._call = Forward(problem, inputs, out, lse, slots)
+        (self._call,) = launches_of(problem, inputs, (out, lse), slots)
         self._like_q = out.dtype == q.dtype and out.shape == q.shape and out.stride() == q.stride()
         self._out = (out.shape, out.stride(), out.dtype)
         self._lse_shape = lse.shape
@@ -121,7 +121,7 @@ class Cpu:
         """(out, lse). A value that is not finite must reach exactly the rows that see it. The kernels multiply
         hidden values by weights of 0, so where a result is not finite the call is done again by the reference,
         which keeps count of who sees what; results that are all finite hold nothing hidden."""
-        from tilewise.backends.cpu.prepared import Forward
+        from tilewise.backends.cpu.prepared import launches_of
         from tilewise.backends.cpu.slots import describe
 
         slots = describe(problem.spec, inputs.leaves)
@@ -136,9 +136,9 @@ class Cpu:
             target = out
             if out.stride(-1) != 1 and out.shape[-1] > 1:
                 target = torch.zeros(out.shape, dtype=out.dtype, device="cpu")
-            call = Forward(problem, inputs, target, lse, slots)
+            launches = launches_of(problem, inputs, (target, lse), slots)
             extra = inputs.leaves if inputs.sink is None else (*inputs.leaves, inputs.sink)
-            if not call.run((inputs.q, inputs.k, inputs.v), extra, target, lse):
+            if not all([x.run((inputs.q, inputs.k, inputs.v), extra, target, lse) for x in launches]):
                 return self._exact.forward(problem, inputs)
             if target is not out:
                 out.copy_(target)
@@ -155,6 +155,7 @@ class Cpu:
             or problem.spec.dropout
             or problem.options.layout != "dense"
             or (keep is not None and needs_table(keep))
+            or problem.shape.batch == 0
             or any(t.stride(-1) != 1 for t in (inputs.q, inputs.k, inputs.v))
         ):
             return None

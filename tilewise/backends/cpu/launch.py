@@ -267,64 +267,6 @@ def lay_out(
     return tasks, most
 
 
-<<<<<<< HEAD
-=======
-def forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, slots: Slots | None) -> bool:
-    """Run the forward pass into out and lse: sequences of few rows by `decode_kernel`, the others by `forward_kernel`.
-
-    Returns: False if a number of the result is not finite: then what stood at hidden keys may have entered.
-    """
-    found = pieces(problem, inputs)
-    few = [piece for piece in found if decodes(problem, piece)]
-    many = [piece for piece in found if not decodes(problem, piece)] if few else found
-    finite = True
-    for part, decode in ((few, True), (many, False)):
-        if part:
-            finite &= _forward(problem, inputs, (out, lse), slots, part, decode)
-    return finite
-
-
-def _forward(
-    problem: Problem,
-    inputs: Inputs,
-    results: tuple[Tensor, Tensor],
-    slots: Slots | None,
-    found: list[Piece],
-    decode: bool,
-) -> bool:
-    """One launch: the sequences of one kernel."""
-    isa, dtype = detect(), NAMES[problem.dtype]
-    out, lse = results
-    block, s = common(problem, inputs), problem.shape
-    tasks, splits = lay_out(block, problem, inputs, found, decode)
-    if tasks == 0:
-        return True
-    block.tensor(P.out, out, strides_of(problem, out))
-    lse_strides = lse.stride()[:2] if problem.options.layout == "dense" else (0, lse.stride(0))
-    block.tensor(P.lse, lse, lse_strides)
-    block.set(P.wide_out, int(problem.out_dtype == torch.float32))
-    block.set(P.key_block, DECODE_BLOCK if decode else KEY_BLOCK)
-    total = s.seqlen_q * (s.batch if problem.options.layout == "dense" else 1)
-    block.set(P.total_rows, total)
-    if splits > 1:
-        block.tensor(
-            P.part_out,
-            torch.empty(splits * s.num_heads_q * total * s.head_dim_v, dtype=torch.float32, device="cpu"),
-        )
-        block.tensor(
-            P.part_lse, torch.empty(splits * s.num_heads_q * total, dtype=torch.float32, device="cpu")
-        )
-    if slots is not None:
-        link_spec(block, problem, inputs, found, slots)
-    threads = pool.num_threads()
-    block.scratch(scratch_bytes(problem), threads)
-    block.run(kernel(isa, "decode" if decode else "forward", dtype), tasks, threads)
-    if splits > 1:
-        block.run(kernel(isa, "combine", dtype), block.values[P.num_segments] * s.num_heads_q, threads)
-    return block.values[P.flag] == 0
-
-
->>>>>>> main
 def link_spec(block: Block, problem: Problem, inputs: Inputs, found: list[Piece], slots: Slots) -> None:
     """Point the block at the spec's code and data."""
     code = fold.forward_code(detect(), problem.spec, slots, bool(block.values[P.packed]))

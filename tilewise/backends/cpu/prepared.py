@@ -53,39 +53,50 @@ class _Block(launch.Block):
         self.spec: ctypes.Array | None = None
 
 
+def launches_of(problem: Problem, inputs: Inputs, results: tuple[Tensor, Tensor], slots: Slots) -> list[Forward]:
+    """The launches of a call: sequences of few rows by `decode_kernel`, the others by `forward_kernel`."""
+    few, many = [], []
+    for piece in launch.pieces(problem, inputs):
+        (few if launch.decodes(problem, piece) else many).append(piece)
+    parts = ((few, True), (many, False))
+    return [Forward(problem, inputs, results, slots, part, decode) for part, decode in parts if part]
+
+
 class Forward:
-    """One kind of forward call.
+    """One kind of forward call: one launch of a kernel for the sequences that it serves best.
 
     Source of the number of splits, and so of the bits: `launch.splits_of`, from the shape alone.
     """
 
-    def __init__(self, problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, slots: Slots) -> None:
+    def __init__(
+        self, problem: Problem, inputs: Inputs, results: tuple[Tensor, Tensor], slots: Slots,
+        found: list[launch.Piece], decode: bool,
+    ) -> None:  # fmt: skip
         isa, dtype, s = detect(), launch.NAMES[problem.dtype], problem.shape
+        out, lse = results
         self._copied = any(launch.readable(t) is not t for t in (inputs.q, inputs.k, inputs.v))
         block = _Block()
         launch.common(block, problem, inputs)
         of_the_call = len(block.alive)
-        self._tasks, self._splits = launch.lay_out(
-            block, problem, inputs, launch.pieces(problem, inputs), True
-        )
+        self._tasks, self._splits = launch.lay_out(block, problem, inputs, found, decode)
         # Copies of the block hold addresses of these; the call's tensors stay with the caller.
         self._tables = block.alive[of_the_call:]
         dense = problem.options.layout == "dense"
         block.tensor(P.out, out, launch.strides_of(problem, out))
         block.tensor(P.lse, lse, lse.stride()[:2] if dense else (0, lse.stride(0)))
         block.set(P.wide_out, int(problem.out_dtype == torch.float32))
-        block.set(P.key_block, launch.KEY_BLOCK)
+        block.set(P.key_block, launch.DECODE_BLOCK if decode else launch.KEY_BLOCK)
         rows = s.seqlen_q * (s.batch if dense else 1)
         block.set(P.total_rows, rows)
         self._part_rows = self._splits * s.num_heads_q * rows
         self._dim_v = s.head_dim_v
-        code = fold.forward_code(isa, problem.spec, slots, launch.packs(problem))
+        code = fold.forward_code(isa, problem.spec, slots, bool(block.values[P.packed]))
         for name in ("classify", "fold_full", "fold_partial"):
             block.set(getattr(P, name), code.get(name, 0))
         self._table = fill(slots, inputs.leaves, inputs.ints, inputs.floats)
         self._leaf_at = slots.leaf_at
         self._with_sink = problem.spec.sink
-        self._forward = launch.kernel(isa, "forward", dtype)
+        self._forward = launch.kernel(isa, "decode" if decode else "forward", dtype)
         self._combine = launch.kernel(isa, "combine", dtype) if self._splits > 1 else 0
         self._combine_tasks = block.values[P.num_segments] * s.num_heads_q
         work = s.batch * s.num_heads_q * s.seqlen_q * s.seqlen_k * (s.head_dim + s.head_dim_v)
