@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from numba import njit, types
 
-from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP
+from tilewise.backends.cpu.backward_rows import Operands, build_prepare, build_statistics
+from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP, uses_pairs
 from tilewise.backends.cpu.loops import EMPTY, FULL, JIT, Loops, build_loops, call_fold, kernel
 from tilewise.backends.cpu.micro import (
     ROW,
@@ -35,6 +36,8 @@ from tilewise.backends.cpu.micro import (
     store_i64,
     take,
 )  # fmt: skip
+from tilewise.backends.cpu.pair_backward import build_pair_operands
+from tilewise.backends.cpu.pairs import Pairs
 from tilewise.backends.cpu.parameters import LANES, SEGMENT, P
 
 if TYPE_CHECKING:
@@ -90,13 +93,15 @@ def build_outer(isa: Isa, micro: Micro) -> Any:
     return outer
 
 
+@kernel
 def build_rows(isa: Isa, micro: Micro) -> Any:
-    """natural(addresses, dim, padded, to): 64 rows given by address as float32, zeros up to `padded` columns."""
+    """natural(addresses, dim, to): 64 rows given by address as float32, zeros up to whole strips of columns."""
     lanes, size = isa.lanes, micro.size
     widen_vector, element_load = micro.widen_vector, micro.element_load
 
     @njit(**JIT)
-    def natural(addresses, dim, padded, to):
+    def natural(addresses, dim, to):
+        padded = (dim + STRIP - 1) // STRIP * STRIP
         for x in range(BLOCK_ROWS):
             source, row = load_i64(addresses, x), to + x * padded * 4
             d = 0
@@ -111,62 +116,57 @@ def build_rows(isa: Isa, micro: Micro) -> Any:
 
 
 @kernel
-def build_prepare(isa: Isa, micro: Micro, loops: Loops) -> Any:
-    """prepare(...): what a block of rows brings to each of its tiles."""
-    natural, pack, lane_dot, lanes = build_rows(isa, micro), loops.pack, micro.lane_dot, isa.lanes
+def build_write_keys(isa: Isa, micro: Micro) -> Any:
+    """write_keys(...): finished rows of dk or dv."""
+    lanes, size = isa.lanes, micro.size
+    narrow_vector, element_store = micro.narrow_vector, micro.element_store
 
     @njit(**JIT)
-    def prepare(a, w, seg, tiles, first):
-        """The block of rows: q and do both ways, lse and delta = sum_d do out - dlse per lane.
+    def write_keys(a, source, padded, dim, to, row_bytes, keys, factor):
+        wrong = 0
+        for j in range(keys):
+            d = 0
+            while d + lanes <= dim:
+                wrong |= narrow_vector(source + (j * padded + d) * 4, to + j * row_bytes + d * size, factor)
+                d += lanes
+            while d < dim:
+                value = load_f32(source, j * padded + d) * factor
+                wrong |= 0 if value - value == f32(0.0) else 1
+                element_store(to + j * row_bytes, d, value)
+                d += 1
+        if wrong:
+            store_i64(a, P.flag, 1)
 
-        delta is summed in the order in which dp is. Where `exact`, `statistics` follows."""
-        qt, gt, qn, gn, ot = tiles
-        dim, dim_v = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v)
-        group, packed = load_i64(a, P.group), load_i64(a, P.packed)
-        count = load_i64(seg, SEGMENT.rows) * (group if packed else 1) - first
-        tensor_b, row0 = load_i64(seg, SEGMENT.tensor_b), load_i64(seg, SEGMENT.row0)
-        for x in range(BLOCK_ROWS):
-            h, i = load_i32(w + LANES.h, x), row0 + load_i32(w + LANES.i, x)
-            at = tensor_b * load_i64(a, P.out_b) + h * load_i64(a, P.out_h) + i * load_i64(a, P.out_n)
-            store_i64(w + LANES.out_address, x, load_i64(a, P.out) + at)
-            lse = load_f32(load_i64(a, P.lse) + tensor_b * load_i64(a, P.lse_b) + h * load_i64(a, P.lse_h), i)
-            # A row that saw nothing has lse = -inf: +inf instead makes every weight 0. So do lanes past the end.
-            dead = x >= count or lse == f32(-math.inf)
-            store_f32(w + LANES.m, x, f32(math.inf) if dead else lse)
-        strips = BLOCK_ROWS // STRIP
-        pack(w + LANES.out_address, dim_v, ot, f32(1.0), strips)
-        for x in range(BLOCK_ROWS):
-            h, i = load_i32(w + LANES.h, x), row0 + load_i32(w + LANES.i, x)
-            at = tensor_b * load_i64(a, P.do_b) + h * load_i64(a, P.do_h) + i * load_i64(a, P.do_n)
-            store_i64(w + LANES.out_address, x, load_i64(a, P.do) + at)
-        pack(w + LANES.row_address, dim, qt, load_f32(a, 2 * P.scale), strips)
-        pack(w + LANES.out_address, dim_v, gt, f32(1.0), strips)
-        for x in range(0, BLOCK_ROWS, lanes):
-            lane_dot(gt + x * 4, ot + x * 4, dim_v, w + LANES.delta + x * 4)
-        dlse = load_i64(a, P.dlse)
-        for x in range(BLOCK_ROWS):
-            h, i = load_i32(w + LANES.h, x), row0 + load_i32(w + LANES.i, x)
-            delta = load_f32(w + LANES.delta, x)
-            if dlse:
-                delta -= load_f32(dlse + tensor_b * load_i64(a, P.dlse_b) + h * load_i64(a, P.dlse_h), i)
-            store_f32(w + LANES.delta, x, f32(0.0) if load_f32(w + LANES.m, x) == f32(math.inf) else delta)
-            store_f32(w + LANES.low, x, f32(0.0))
-            store_f32(
-                w + LANES.sink, x, load_f32(load_i64(a, P.sink), h) if load_i64(a, P.sink) else f32(-math.inf)
-            )
-        natural(w + LANES.row_address, dim, (dim + STRIP - 1) // STRIP * STRIP, qn)
-        natural(w + LANES.out_address, dim_v, (dim_v + STRIP - 1) // STRIP * STRIP, gn)
-
-    return prepare
+    return write_keys
 
 
 @kernel
-def build_statistics(isa: Isa, micro: Micro, loops: Loops) -> tuple[Any, ...]:
-    """products, fold, statistics, settle_rows, write_sink: scores, and what a row knows of all its keys."""
-    lanes, half = isa.lanes, micro.dtype != "fp32"
-    scores, widen, fill, drop = loops.scores, loops.widen, loops.fill, loops.drop
-    advance, exponentials = micro.advance, micro.exponentials
-    weigh, settle, sink_slope = micro.weigh, micro.settle, micro.sink_slope
+def build_operands(isa: Isa, micro: Micro, loops: Loops) -> Operands:
+    """The products in float32; 2-byte types are widened block by block."""
+    outer, natural, half = build_outer(isa, micro), build_rows(isa, micro), micro.dtype != "fp32"
+    scores, widen, fill, drop, weighted = loops.scores, loops.widen, loops.fill, loops.drop, loops.weighted
+    slopes, lanes = micro.slopes, isa.lanes
+
+    @njit(**JIT)
+    def areas(a, w):
+        dim, dim_v, block = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v), load_i64(a, P.key_block)
+        padded, padded_v = (dim + STRIP - 1) // STRIP * STRIP, (dim_v + STRIP - 1) // STRIP * STRIP
+        qt = w + LANES.tile
+        gt = qt + dim * ROW
+        qn = gt + dim_v * ROW
+        gn = qn + padded * ROW
+        ot = gn + padded_v * ROW
+        s = ot + dim_v * ROW
+        dp = s + block * ROW
+        wide_k = dp + block * ROW
+        wide_v = wide_k + (block * dim * 4 if half else 0)
+        sum_k = wide_v + (block * dim_v * 4 if half else 0)
+        sum_v = sum_k + load_i64(a, P.superblock) * padded * 4
+        return qt, gt, qn, gn, ot, s, dp, wide_k, wide_v, sum_k, sum_v, padded, padded_v
+
+    @njit(**JIT)
+    def turn_keys(k, k_row, keys, dim, areas):
+        pass
 
     @njit(**JIT)
     def products(a, w, seg, tiles, buffers, run, sources):
@@ -198,96 +198,10 @@ def build_statistics(isa: Isa, micro: Micro, loops: Loops) -> tuple[Any, ...]:
             call_fold(code, load_i64(a, P.spec), w, s, w + LANES.top, run[2], run[1], BLOCK_ROWS // STRIP)
 
     @njit(**JIT)
-    def statistics(a, w, seg, tiles, buffers, run, sources):
-        """One block of keys into m, l and delta of the rows, afresh from q, k, v and do."""
-        s, dp = buffers[0], buffers[1]
-        products(a, w, seg, tiles, buffers, run, sources)
-        fold(a, w, s, run)
-        for x in range(0, BLOCK_ROWS, lanes):
-            at = w + x * 4
-            advance(at + LANES.top, at + LANES.m, at + LANES.pivot, at + LANES.l, at + LANES.alpha)
-        for x in range(0, BLOCK_ROWS, STRIP):
-            exponentials(s + x * 4, w + LANES.pivot + x * 4, w + LANES.l + x * 4, run[2])
-        for x in range(0, BLOCK_ROWS, lanes):
-            weigh(s + x * 4, dp + x * 4, w + LANES.alpha + x * 4, w + LANES.delta + x * 4, run[2])
-
-    @njit(**JIT)
-    def settle_rows(a, w, seg, first):
-        """After the statistics: m and ln l apart, delta with dlse; and lanes past the last row die."""
-        group, packed = load_i64(a, P.group), load_i64(a, P.packed)
-        count = load_i64(seg, SEGMENT.rows) * (group if packed else 1) - first
-        for x in range(0, BLOCK_ROWS, lanes):
-            at = w + x * 4
-            settle(at + LANES.m, at + LANES.l, at + LANES.sink, at + LANES.low, at + LANES.delta)
-        dlse = load_i64(a, P.dlse)
-        for x in range(BLOCK_ROWS):
-            if x >= count:
-                store_f32(w + LANES.m, x, f32(math.inf))
-            elif dlse:
-                h, i = load_i32(w + LANES.h, x), load_i64(seg, SEGMENT.row0) + load_i32(w + LANES.i, x)
-                at = (
-                    dlse + load_i64(seg, SEGMENT.tensor_b) * load_i64(a, P.dlse_b) + h * load_i64(a, P.dlse_h)
-                )
-                store_f32(w + LANES.delta, x, load_f32(w + LANES.delta, x) - load_f32(at, i))
-
-    @njit(**JIT)
-    def write_sink(a, w, seg, first):
-        """ds of the sink, row by row; every task that meets a row writes the same bits."""
-        group, packed = load_i64(a, P.group), load_i64(a, P.packed)
-        count = load_i64(seg, SEGMENT.rows) * (group if packed else 1) - first
-        for x in range(0, BLOCK_ROWS, lanes):
-            at = w + x * 4
-            sink_slope(at + LANES.sink, at + LANES.m, at + LANES.low, at + LANES.delta, at + LANES.pivot)
-        for x in range(min(count, BLOCK_ROWS)):
-            h, i = load_i32(w + LANES.h, x), load_i64(seg, SEGMENT.row0) + load_i32(w + LANES.i, x)
-            at = load_i64(seg, SEGMENT.tensor_b) * load_i64(a, P.sink_rows_b) + h * load_i64(a, P.sink_rows_h)
-            store_f32(load_i64(a, P.sink_rows) + at, i, load_f32(w + LANES.pivot, x))
-
-    return products, fold, statistics, settle_rows, write_sink
-
-
-@kernel
-def build_write_keys(isa: Isa, micro: Micro) -> Any:
-    """write_keys(...): finished rows of dk or dv."""
-    lanes, size = isa.lanes, micro.size
-    narrow_vector, element_store = micro.narrow_vector, micro.element_store
-
-    @njit(**JIT)
-    def write_keys(a, source, padded, dim, to, row_bytes, keys, factor):
-        wrong = 0
-        for j in range(keys):
-            d = 0
-            while d + lanes <= dim:
-                wrong |= narrow_vector(source + (j * padded + d) * 4, to + j * row_bytes + d * size, factor)
-                d += lanes
-            while d < dim:
-                value = load_f32(source, j * padded + d) * factor
-                wrong |= 0 if value - value == f32(0.0) else 1
-                element_store(to + j * row_bytes, d, value)
-                d += 1
-        if wrong:
-            store_i64(a, P.flag, 1)
-
-    return write_keys
-
-
-@kernel
-def build_backward(isa: Isa, dtype: str) -> Any:
-    """The worker of the backward pass: worker(parameters)."""
-    micro = Micro(isa, dtype)
-    loops = build_loops(isa, micro)
-    outer, prepare = build_outer(isa, micro), build_prepare(isa, micro, loops)
-    products, fold, statistics, settle_rows, write_sink = build_statistics(isa, micro, loops)
-    lanes, half = isa.lanes, dtype != "fp32"
-    weighted, fill, drop = loops.weighted, loops.fill, loops.drop
-    segment_of, set_lanes, next_run = loops.segment_of, loops.set_lanes, loops.next_run
-    slopes, write_keys = micro.slopes, build_write_keys(isa, micro)
-
-    @njit(**JIT)
     def tile(a, w, seg, tiles, buffers, run, sources, task):
         """One block of keys: p and ds from s and dp, then the three products.
 
-        sources = (k, row bytes, v, row bytes, dk rows, dv rows, dq tile)."""
+        sources = (k, row bytes, v, row bytes, dk rows, dv rows, dq tile, first key in the super-block)."""
         qn, gn = tiles[2], tiles[3]
         s, dp = buffers[0], buffers[1]
         n = run[2]
@@ -313,25 +227,37 @@ def build_backward(isa: Isa, dtype: str) -> Any:
         fill(w + LANES.alpha, BLOCK_ROWS, f32(1.0))
         weighted(k, k_row, dp, n, dq, w + LANES.alpha, dim, strips)
 
+    return Operands(lanes, areas, loops.pack, natural, micro.lane_dot, turn_keys, products, fold, tile)
+
+
+@kernel
+def build_backward(isa: Isa, dtype: str) -> Any:
+    """The worker of the backward pass: worker(parameters)."""
+    micro = Micro(isa, dtype)
+    loops, pairs, on_pairs = build_loops(isa, micro), Pairs(isa), uses_pairs(isa, dtype)
+    operands = (build_pair_operands if on_pairs else build_operands)(isa, micro, loops)
+    prepare, areas, tile, turn_keys = (
+        build_prepare(operands),
+        operands.areas,
+        operands.tile,
+        operands.turn_keys,
+    )
+    statistics, settle_rows, write_sink = build_statistics(micro, operands)
+    fill, write_keys = loops.fill, build_write_keys(isa, micro)
+    segment_of, set_lanes, next_run = loops.segment_of, loops.set_lanes, loops.next_run
+    configure, release = pairs.configure, pairs.release
+
     @njit(**JIT)
     def keys_of(a, w, seg, unit, split, span, task):
         """One super-block of keys [span[0], span[1]) of one KV head against all rows of its group."""
         dim, dim_v, block = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v), load_i64(a, P.key_block)
-        padded, padded_v = (dim + STRIP - 1) // STRIP * STRIP, (dim_v + STRIP - 1) // STRIP * STRIP
-        qt = w + LANES.tile
-        gt = qt + dim * ROW
-        qn = gt + dim_v * ROW
-        gn = qn + padded * ROW
-        ot = gn + padded_v * ROW
-        s = ot + dim_v * ROW
-        dp = s + block * ROW
-        wide_k = dp + block * ROW
-        wide_v = wide_k + (block * dim * 4 if half else 0)
-        sum_k = wide_v + (block * dim_v * 4 if half else 0)
-        sum_v = sum_k + load_i64(a, P.superblock) * padded * 4
+        dq_rows = load_i64(a, P.dq_rows)
+        where = areas(a, w)
+        qt, gt, qn, gn, ot, s, dp, spare, more, sum_k, sum_v, padded, padded_v = where
         keys = span[1] - span[0]
-        fill(sum_k, keys * padded, f32(0.0))
-        fill(sum_v, keys * padded_v, f32(0.0))
+        # Whole groups of 32 keys, which is how pairs are added.
+        fill(sum_k, (keys + 31) // 32 * 32 * padded, f32(0.0))
+        fill(sum_v, (keys + 31) // 32 * 32 * padded_v, f32(0.0))
         group, packed = load_i64(a, P.group), load_i64(a, P.packed)
         total = load_i64(seg, SEGMENT.rows) * (group if packed else 1)
         blocks = (total + BLOCK_ROWS - 1) // BLOCK_ROWS
@@ -339,11 +265,12 @@ def build_backward(isa: Isa, dtype: str) -> Any:
         k_row, v_row = load_i64(a, P.k_n), load_i64(a, P.v_n)
         k = load_i64(a, P.k) + tensor_b * load_i64(a, P.k_b) + unit * load_i64(a, P.k_h) + key0 * k_row
         v = load_i64(a, P.v) + tensor_b * load_i64(a, P.v_b) + unit * load_i64(a, P.v_h) + key0 * v_row
+        turn_keys(k + span[0] * k_row, k_row, keys, dim, where)
         exact = load_i64(a, P.exact) and load_i64(seg, SEGMENT.keys) <= load_i64(a, P.superblock)
         for member in range(1 if packed else group):
             head = unit if packed else unit * group + member
-            dq = load_i64(a, P.part_dq) + split * load_i64(a, P.total_rows) * dim * ROW
-            dq += (load_i64(seg, SEGMENT.first_tile) + head * blocks) * dim * ROW
+            dq = load_i64(a, P.part_dq) + split * load_i64(a, P.total_rows) * dq_rows * ROW
+            dq += (load_i64(seg, SEGMENT.first_tile) + head * blocks) * dq_rows * ROW
             for number in range(blocks):
                 rows = set_lanes(a, w, seg, head, number * BLOCK_ROWS)
                 ready = False
@@ -366,14 +293,15 @@ def build_backward(isa: Isa, dtype: str) -> Any:
                             sums = (
                                 sum_k + at * padded * 4,
                                 sum_v + at * padded_v * 4,
-                                dq + number * dim * ROW,
+                                dq + number * dq_rows * ROW,
+                                at,
                             )
                             sources = (k + j * k_row, k_row, v + j * v_row, v_row, *sums)
-                            buffers = (s, dp, wide_k, wide_v)
+                            buffers = (s, dp, spare, more)
                             if step == 0:
-                                statistics(a, w, seg, (qt, gt, qn, gn), buffers, (kind, j, n), sources)
+                                statistics(a, w, seg, (qt, gt, qn, gn, ot), buffers, (kind, j, n), sources)
                             else:
-                                tile(a, w, seg, (qt, gt, qn, gn), buffers, (kind, j, n), sources, task)
+                                tile(a, w, seg, (qt, gt, qn, gn, ot), buffers, (kind, j, n), sources, task)
                         j += n
                     if step == 0 and ready:
                         settle_rows(a, w, seg, number * BLOCK_ROWS)
@@ -396,8 +324,10 @@ def build_backward(isa: Isa, dtype: str) -> Any:
         write_keys(a, sum_v, padded_v, dim_v, to, load_i64(a, P.dv_n), keys, f32(1.0))
 
     def backward(a):
+        if on_pairs:
+            configure(0)
         w = load_i64(a, P.scratch) + take(a + P.thread * 8) * load_i64(a, P.scratch_bytes)
-        group, packed, dim = load_i64(a, P.group), load_i64(a, P.packed), load_i64(a, P.head_dim)
+        group, packed, dq_rows = load_i64(a, P.group), load_i64(a, P.packed), load_i64(a, P.dq_rows)
         while True:
             task = take(a + P.task * 8)
             if task >= load_i64(a, P.num_tasks):
@@ -410,14 +340,16 @@ def build_backward(isa: Isa, dtype: str) -> Any:
             total = load_i64(seg, SEGMENT.rows) * (group if packed else 1)
             blocks = (total + BLOCK_ROWS - 1) // BLOCK_ROWS
             members = 1 if packed else group
-            part = load_i64(a, P.part_dq) + split * load_i64(a, P.total_rows) * dim * ROW
-            part += (load_i64(seg, SEGMENT.first_tile) + unit * members * blocks) * dim * ROW
-            fill(part, members * blocks * dim * BLOCK_ROWS, f32(0.0))
+            part = load_i64(a, P.part_dq) + split * load_i64(a, P.total_rows) * dq_rows * ROW
+            part += (load_i64(seg, SEGMENT.first_tile) + unit * members * blocks) * dq_rows * ROW
+            fill(part, members * blocks * dq_rows * BLOCK_ROWS, f32(0.0))
             j, end = split * chunk, min(keys, split * chunk + chunk)
             while j < end:
                 stop = min(end, j + load_i64(a, P.superblock))
                 keys_of(a, w, seg, unit, split, (j, stop), task)
                 j = stop
+        if on_pairs:
+            release(0)
 
     return backward
 
@@ -435,7 +367,8 @@ def build_finish(isa: Isa, dtype: str) -> Any:
         w = load_i64(a, P.scratch) + take(a + P.thread * 8) * load_i64(a, P.scratch_bytes)
         group, packed, dim = load_i64(a, P.group), load_i64(a, P.packed), load_i64(a, P.head_dim)
         units = load_i64(a, P.heads_kv) if packed else load_i64(a, P.heads)
-        stride = load_i64(a, P.total_rows) * dim * ROW
+        dq_rows = load_i64(a, P.dq_rows)
+        stride = load_i64(a, P.total_rows) * dq_rows * ROW
         fill(w + LANES.inverse, BLOCK_ROWS, load_f32(a, 2 * P.scale))
         while True:
             task = take(a + P.task * 8)
@@ -449,7 +382,7 @@ def build_finish(isa: Isa, dtype: str) -> Any:
                 set_lanes(a, w, seg, unit, number * BLOCK_ROWS)
                 tile = (
                     load_i64(a, P.part_dq)
-                    + (load_i64(seg, SEGMENT.first_tile) + unit * blocks + number) * dim * ROW
+                    + (load_i64(seg, SEGMENT.first_tile) + unit * blocks + number) * dq_rows * ROW
                 )
                 for split in range(1, load_i64(seg, SEGMENT.splits)):
                     for x in range(0, dim * BLOCK_ROWS, lanes):

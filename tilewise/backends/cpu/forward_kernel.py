@@ -5,7 +5,7 @@ one chunk of the keys. Loop order: keys inner; (m, l, acc) stay in the thread's 
 
     score tile -> fold terms and, on PARTIAL tiles, the mask -> absorb
 
-Memory of a thread: q and acc transposed, (D + D_v) x 64 float32, and a score tile of `key_block` x 64; 2-byte
+Memory of a thread: acc and q transposed, (D + D_v) x 64 float32, and a score tile of `key_block` x 64; 2-byte
 types add a float32 copy of the block's keys and values. Everything stays in the second-level cache.
 
 Source: Dao et al., FlashAttention-2, 2023, algorithm 1, https://arxiv.org/abs/2307.08691; with transposed
@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from numba import njit
 
-from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP
-from tilewise.backends.cpu.loops import EMPTY, FULL, JIT, build_loops, call_fold, f32, kernel
+from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP, uses_pairs
+from tilewise.backends.cpu.loops import EMPTY, FULL, JIT, Loops, build_loops, call_fold, f32, kernel
 from tilewise.backends.cpu.micro import ROW, Micro, load_f32, load_i32, load_i64, store_f32, store_i64, take
+from tilewise.backends.cpu.pair_forward import build_pair_attend
+from tilewise.backends.cpu.pairs import Pairs
 from tilewise.backends.cpu.parameters import LANES, SEGMENT, P
 
 if TYPE_CHECKING:
@@ -82,8 +84,7 @@ def build_write(isa: Isa, micro: Micro) -> Any:
     @njit(**JIT)
     def write(a, w, seg, split, count, strips):
         """The finished rows: to out and lse, or to this split's part in float32."""
-        dim, dim_v = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v)
-        acc = w + LANES.tile + dim * ROW
+        dim_v, acc = load_i64(a, P.head_dim_v), w + LANES.tile
         part = close_rows(a, w, seg, split, count, strips)
         wide_out = part or load_i64(a, P.wide_out)
         wrong = 0
@@ -117,14 +118,11 @@ def build_write(isa: Isa, micro: Micro) -> Any:
 
 
 @kernel
-def build_forward(isa: Isa, dtype: str) -> Any:
-    """The worker of the forward pass: worker(parameters)."""
-    micro = Micro(isa, dtype)
-    loops = build_loops(isa, micro)
-    lanes, half = isa.lanes, dtype != "fp32"
+def build_attend(isa: Isa, micro: Micro, loops: Loops) -> Any:
+    """attend(...): one block of rows against a run of keys, into m, l and the tile acc."""
+    lanes, half = isa.lanes, micro.dtype != "fp32"
     scores, weighted, widen, fill, drop = loops.scores, loops.weighted, loops.widen, loops.fill, loops.drop
-    segment_of, set_lanes, pack, next_run = loops.segment_of, loops.set_lanes, loops.pack, loops.next_run
-    advance, exponentials, write = micro.advance, micro.exponentials, build_write(isa, micro)
+    next_run, pack, advance, exponentials = loops.next_run, loops.pack, micro.advance, micro.exponentials
 
     @njit(**JIT)
     def absorb(a, w, seg, tiles, column, v, strips):
@@ -150,10 +148,11 @@ def build_forward(isa: Isa, dtype: str) -> Any:
     def attend(a, w, seg, rows, heads, keys, strips):
         """All blocks of the keys [keys[0], keys[1]) for the block of rows set up in the scratch."""
         dim, dim_v, block = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v), load_i64(a, P.key_block)
-        qt = w + LANES.tile
-        acc = qt + dim * ROW
-        s = acc + dim_v * ROW
+        acc = w + LANES.tile
+        qt = acc + dim_v * ROW
+        s = qt + dim * ROW
         spare = s + block * ROW
+        pack(w + LANES.row_address, dim, qt, load_f32(a, 2 * P.scale), strips)
         k_row, spec = load_i64(a, P.k_n), load_i64(a, P.spec)
         key0 = load_i64(seg, SEGMENT.key0)
         tensor_b = load_i64(seg, SEGMENT.tensor_b)
@@ -183,7 +182,23 @@ def build_forward(isa: Isa, dtype: str) -> Any:
                 absorb(a, w, seg, (s, acc, spare), (j, n), v, strips)
             j += n
 
+    return attend
+
+
+@kernel
+def build_forward(isa: Isa, dtype: str) -> Any:
+    """The worker of the forward pass: worker(parameters)."""
+    micro = Micro(isa, dtype)
+    loops = build_loops(isa, micro)
+    segment_of, set_lanes, write = loops.segment_of, loops.set_lanes, build_write(isa, micro)
+    pairs = Pairs(isa)
+    on_pairs = uses_pairs(isa, dtype)
+    attend = (build_pair_attend if on_pairs else build_attend)(isa, micro, loops)
+    configure, release = pairs.configure, pairs.release
+
     def forward(a):
+        if on_pairs:
+            configure(0)
         w = load_i64(a, P.scratch) + take(a + P.thread * 8) * load_i64(a, P.scratch_bytes)
         group, packed = load_i64(a, P.group), load_i64(a, P.packed)
         while True:
@@ -206,13 +221,6 @@ def build_forward(isa: Isa, dtype: str) -> Any:
             count = min(BLOCK_ROWS, total - first)
             strips = (count + STRIP - 1) // STRIP
             rows = set_lanes(a, w, seg, unit, first)
-            pack(
-                w + LANES.row_address,
-                load_i64(a, P.head_dim),
-                w + LANES.tile,
-                load_f32(a, 2 * P.scale),
-                strips,
-            )
             attend(
                 a,
                 w,
@@ -223,5 +231,7 @@ def build_forward(isa: Isa, dtype: str) -> Any:
                 strips,
             )
             write(a, w, seg, split, count, strips)
+        if on_pairs:
+            release(0)
 
     return forward

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tilewise.backends.cpu import fold, machine_code, pool
-from tilewise.backends.cpu.isa import BLOCK_ROWS, Isa, detect
+from tilewise.backends.cpu import fold, machine_code, pair_launch, pool
+from tilewise.backends.cpu.isa import BLOCK_ROWS, Isa, detect, uses_pairs
 from tilewise.backends.cpu.parameters import LANES, SEGMENT, P
 from tilewise.backends.cpu.print_interval import needs_table
 from tilewise.backends.cpu.slots import Slots, fill, float_bits
@@ -119,9 +119,11 @@ def splits_of(problem: Problem, piece: Piece, decode: bool = False) -> tuple[int
 def scratch_bytes(problem: Problem, key_block: int = KEY_BLOCK) -> int:
     """Bytes of one thread's forward scratch."""
     s = problem.shape
+    pairs = uses_pairs(detect(), NAMES.get(problem.dtype, ""))
+    least = pair_launch.forward_scratch(problem, key_block) if pairs else 0
     tiles = (s.head_dim + s.head_dim_v + key_block) * BLOCK_ROWS
     wide = 0 if problem.dtype == torch.float32 else key_block * max(s.head_dim, s.head_dim_v)
-    return LANES.tile + 4 * (tiles + wide) + 256
+    return max(least, LANES.tile + 4 * (tiles + wide) + 256)
 
 
 class Block:
@@ -130,6 +132,8 @@ class Block:
     def __init__(self) -> None:
         self.values = (ctypes.c_int64 * len(P))()
         self.alive: list[object] = []
+        self.turn_tasks = 0
+        self.turned_bytes = 0
 
     def set(self, slot: int, value: int) -> None:
         self.values[slot] = value
@@ -187,9 +191,10 @@ def kernel(isa: Isa, name: str, dtype: str) -> int:
         from tilewise.backends.cpu.combine_kernel import build_combine
         from tilewise.backends.cpu.decode_kernel import build_decode
         from tilewise.backends.cpu.forward_kernel import build_forward
+        from tilewise.backends.cpu.pair_forward import build_turn
 
         build = {
-            "forward": build_forward, "decode": build_decode, "combine": build_combine,
+            "forward": build_forward, "decode": build_decode, "combine": build_combine, "turn": build_turn,
             "backward": back.build_backward, "finish": back.build_finish,
         }  # fmt: skip
         return machine_code.numba_text(build[name](isa, dtype))
@@ -251,19 +256,24 @@ def lay_out(
     packed = problem.group > 1 if decode else packs(problem)
     units = s.num_heads_kv if packed else s.num_heads_q
     numbers: list[int] = []
-    tasks, most = 0, 1
+    tasks, most, groups, blocks = 0, 1, 0, 0
     for piece, table in zip(found, class_tables(block, problem, inputs, found), strict=True):
         splits, chunk = splits_of(problem, piece, decode)
         rows = piece.rows * (problem.group if packed else 1)
         count = units * -(-rows // BLOCK_ROWS) * splits
         if count == 0:
             continue
-        numbers += [*piece, tasks, splits, chunk, *table, 0]
+        numbers += [*piece, tasks, splits, chunk, *table, 0, groups]
         tasks += count
+        groups += -(-piece.keys // pair_launch.GROUP)
+        blocks = max(blocks, -(-rows // BLOCK_ROWS))
         most = max(most, splits)
     block.table(P.segments, numbers)
     block.set(P.num_segments, len(numbers) // SEGMENT.size)
     block.set(P.packed, int(packed))
+    if not decode and uses_pairs(detect(), NAMES[problem.dtype]):
+        block.turned_bytes = pair_launch.turned_bytes(problem, bool(packed), groups, blocks)
+        block.turn_tasks = groups if block.turned_bytes else 0
     return tasks, most
 
 

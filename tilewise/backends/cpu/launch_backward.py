@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tilewise.backends.cpu import fold, fold_slopes, pool
-from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP, detect
+from tilewise.backends.cpu import fold, fold_slopes, pair_launch, pool
+from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP, detect, uses_pairs
 from tilewise.backends.cpu.launch import (
     FEWEST_TASKS,
     NAMES,
@@ -57,7 +57,16 @@ def scratch_bytes(problem: Problem) -> int:
     padded, padded_v = (-(-d // STRIP) * STRIP for d in (s.head_dim, s.head_dim_v))
     rows = BLOCK_ROWS * (s.head_dim + 2 * s.head_dim_v + padded + padded_v + 2 * KEY_BLOCK)
     wide = 0 if problem.dtype == torch.float32 else KEY_BLOCK * (s.head_dim + s.head_dim_v)
-    return LANES.tile + 4 * (rows + wide + SUPERBLOCK * (padded + padded_v)) + 256
+    plain = LANES.tile + 4 * (rows + wide + SUPERBLOCK * (padded + padded_v)) + 256
+    if not uses_pairs(detect(), NAMES.get(problem.dtype, "")):
+        return plain
+    return pair_launch.backward_scratch(problem, KEY_BLOCK, SUPERBLOCK)
+
+
+def dq_rows(problem: Problem) -> int:
+    """Rows of a transposed block of dq: the head size, in whole groups where pairs are multiplied."""
+    pairs = uses_pairs(detect(), NAMES.get(problem.dtype, ""))
+    return pair_launch.padded(problem.shape.head_dim) if pairs else problem.shape.head_dim
 
 
 def workspace_bytes(problem: Problem) -> int:
@@ -69,7 +78,9 @@ def workspace_bytes(problem: Problem) -> int:
     units = (s.num_heads_kv if packed else s.num_heads_q) * (s.batch if dense else 1)
     # A packed call pads each sequence to whole blocks.
     blocks = -(-rows // BLOCK_ROWS) + (0 if dense else s.batch)
-    return pool.num_threads() * scratch_bytes(problem) + 4 * splits * units * blocks * BLOCK_ROWS * s.head_dim
+    return pool.num_threads() * scratch_bytes(problem) + 4 * splits * units * blocks * BLOCK_ROWS * dq_rows(
+        problem
+    )
 
 
 def lay_out(block: Block, problem: Problem, inputs: Inputs, found: list[Piece]) -> tuple[int, int, int]:
@@ -80,7 +91,7 @@ def lay_out(block: Block, problem: Problem, inputs: Inputs, found: list[Piece]) 
     for piece, table in zip(found, class_tables(block, problem, inputs, found), strict=True):
         splits, chunk = splits_of(problem, piece)
         rows = piece.rows * (problem.group if packed else 1)
-        numbers += [*piece, tasks, splits, chunk, *table, tiles]
+        numbers += [*piece, tasks, splits, chunk, *table, tiles, 0]
         tasks += s.num_heads_kv * splits
         tiles += (s.num_heads_kv if packed else s.num_heads_q) * -(-rows // BLOCK_ROWS)
         most = max(most, splits)
@@ -190,11 +201,12 @@ def backward(
     if found:
         block.set(P.key_block, KEY_BLOCK)
         block.set(P.superblock, SUPERBLOCK)
+        block.set(P.dq_rows, dq_rows(problem))
         # A part of the keys has not the statistics of the whole.
         block.set(P.exact, int(not problem.options.subset))
         block.tensor(
             P.part_dq,
-            torch.empty(splits * tiles * s.head_dim * BLOCK_ROWS, dtype=torch.float32, device="cpu"),
+            torch.empty(splits * tiles * dq_rows(problem) * BLOCK_ROWS, dtype=torch.float32, device="cpu"),
         )
         link_spec(block, problem, inputs, found, slots)
         code = fold_slopes.backward_code(isa, problem.spec, slots, packs(problem), wanted)

@@ -33,11 +33,13 @@ _loaded: dict[str, dict[str, int]] = {}
 
 
 _EMITTERS = ("isa", "parameters", "words", "micro")
+_PAIRS = ("pairs", "pair_launch", "pair_loops", "pair_forward")
 SOURCES = {
-    "forward": (*_EMITTERS, "loops", "forward_kernel"),
+    "forward": (*_EMITTERS, *_PAIRS, "loops", "forward_kernel"),
+    "turn": (*_EMITTERS, *_PAIRS, "loops"),
     "combine": (*_EMITTERS, "loops", "row_micro", "combine_kernel"),
     "decode": (*_EMITTERS, "loops", "row_micro", "forward_kernel", "decode_kernel"),
-    "backward": (*_EMITTERS, "loops", "backward_kernel"),
+    "backward": (*_EMITTERS, *_PAIRS, "loops", "backward_rows", "pair_backward", "backward_kernel"),
     "finish": (*_EMITTERS, "loops", "backward_kernel"),
     "fold": (*_EMITTERS, "print_vector", "print_interval", "slots", "fold"),
     "slopes": (*_EMITTERS, "print_vector", "slots", "fold", "fold_slopes"),

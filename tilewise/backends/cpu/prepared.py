@@ -53,7 +53,9 @@ class _Block(launch.Block):
         self.spec: ctypes.Array | None = None
 
 
-def launches_of(problem: Problem, inputs: Inputs, results: tuple[Tensor, Tensor], slots: Slots) -> list[Forward]:
+def launches_of(
+    problem: Problem, inputs: Inputs, results: tuple[Tensor, Tensor], slots: Slots
+) -> list[Forward]:
     """The launches of a call: sequences of few rows by `decode_kernel`, the others by `forward_kernel`."""
     few, many = [], []
     for piece in launch.pieces(problem, inputs):
@@ -79,6 +81,8 @@ class Forward:
         launch.common(block, problem, inputs)
         of_the_call = len(block.alive)
         self._tasks, self._splits = launch.lay_out(block, problem, inputs, found, decode)
+        self._turn_tasks, self._turned_bytes = block.turn_tasks, block.turned_bytes
+        self._turn = launch.kernel(isa, "turn", dtype) if block.turn_tasks else 0
         # Copies of the block hold addresses of these; the call's tensors stay with the caller.
         self._tables = block.alive[of_the_call:]
         dense = problem.options.layout == "dense"
@@ -150,23 +154,33 @@ class Forward:
         scratch = _take_scratch(size)
         values[_SCRATCH] = (scratch.data_ptr() + 63) & -64
         values[_TASK] = values[_THREAD] = values[_FLAG] = 0
-        values[_NUM_TASKS] = self._tasks
+        if self._turn_tasks:
+            # 64 bytes are one line of the cache and one row of a tile.
+            turned = torch.empty(self._turned_bytes + 64, dtype=torch.uint8, device="cpu")
+            values[P.turned_v] = (turned.data_ptr() + 63) & -64
+            self._run_one(self._turn, block, self._turn_tasks, threads)
         if self._splits > 1:
             self._run_split(block, threads)
         else:
+            values[_NUM_TASKS] = self._tasks
             pool.run_parallel(self._forward, block.address, threads)
         finite = values[_FLAG] == 0
         _free_scratch.setdefault(size, []).append(scratch)
         self._free.append(block)
         return finite
 
+    @staticmethod
+    def _run_one(function: int, block: _Block, tasks: int, threads: int) -> None:
+        values = block.values
+        values[_TASK] = values[_THREAD] = 0
+        values[_NUM_TASKS] = tasks
+        pool.run_parallel(function, block.address, min(threads, tasks))
+        values[_TASK] = values[_THREAD] = 0
+
     def _run_split(self, block: _Block, threads: int) -> None:
         """Parts by key split, then their merge."""
-        values = block.values
         part = torch.empty(self._part_rows * (self._dim_v + 1), dtype=torch.float32, device="cpu")
-        values[P.part_out] = part.data_ptr()
-        values[P.part_lse] = part.data_ptr() + 4 * self._part_rows * self._dim_v
-        pool.run_parallel(self._forward, block.address, threads)
-        values[_TASK] = values[_THREAD] = 0
-        values[_NUM_TASKS] = self._combine_tasks
-        pool.run_parallel(self._combine, block.address, min(threads, self._combine_tasks))
+        block.values[P.part_out] = part.data_ptr()
+        block.values[P.part_lse] = part.data_ptr() + 4 * self._part_rows * self._dim_v
+        self._run_one(self._forward, block, self._tasks, threads)
+        self._run_one(self._combine, block, self._combine_tasks, threads)

@@ -4,7 +4,8 @@ Every function emits straight-line code for one vector of `lanes` float32. A lib
 thirty times too slow. NaN passes through every word; exp2(-inf) is exactly 0.
 
 Sources: coefficients of exp2 by a weighted fit of 2^x with p(0) = 1 on [-1/2, 1/2] (relative error 2.0e-9 at
-degree 6); tanh and log2 after the Cephes library (tanhf.c, logf.c).
+degree 6, 2.8e-6 at degree 4, which is for weights that become bf16); tanh and log2 after the Cephes library
+(tanhf.c, logf.c).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 LOG2E = 1.4426950408889634
 
 EXP2 = {
+    4: (0.009582852944731712, 0.055906426161527634, 0.24024099111557007, 0.6931241750717163, 1.0),
     6: (0.00015353361959569156, 0.0013398875016719103, 0.00961843691766262, 0.055503323674201965, 0.24022647738456726,
         0.6931471824645996, 1.0),
 }  # fmt: skip
@@ -99,13 +101,13 @@ class Words:
         shift = b.shl(b.bitcast(rounded, self.i), self.n(23))
         return b.bitcast(b.add(b.bitcast(self.poly(fraction, EXP2[degree]), self.i), shift), self.f)
 
-    def weight(self, x: ir.Value) -> ir.Value:
+    def weight(self, x: ir.Value, degree: int = 6) -> ir.Value:
         """e^x for a weight, x <= 0 but for rounding: below e^-87 it is 0. The product with log2(e) is not rounded."""
         b = self.b
         rounded = self.fma(x, self.k(LOG2E), self.k(ROUND))
         fraction = self.fma(x, self.k(LOG2E), b.fsub(self.k(ROUND), rounded))
         shift = b.shl(b.bitcast(rounded, self.i), self.n(23))
-        value = b.bitcast(b.add(b.bitcast(self.poly(fraction, EXP2[6]), self.i), shift), self.f)
+        value = b.bitcast(b.add(b.bitcast(self.poly(fraction, EXP2[degree]), self.i), shift), self.f)
         return b.select(b.fcmp_ordered("<", x, self.k(-87.0)), self.k(0.0), value)
 
     def exp2(self, x: ir.Value) -> ir.Value:
