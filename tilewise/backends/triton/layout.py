@@ -9,6 +9,7 @@ compiler sees aligned, contiguous rows without specialising any integer.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -61,9 +62,8 @@ class Slots(NamedTuple):
     def names(self) -> tuple[str, ...]:
         """A name for each entry of the tuple."""
         names: list[str] = []
-        ranks = [
-            (b - a - 1) // 2 for a, b in zip(self.leaf_at, (*self.leaf_at[1:], self.ints_at), strict=True)
-        ]
+        edges = (*self.leaf_at, self.ints_at)
+        ranks = [(end - at - 1) // 2 for at, end in itertools.pairwise(edges)]
         for slot, rank in enumerate(ranks):
             names.append(f"L{slot}")
             for d in range(rank):

@@ -41,8 +41,9 @@ _lock = threading.Lock()
 class Entry(NamedTuple):
     """A kernel: the template `program` of `module` behind a flat signature.
 
-    The template is called as program(*arguments, data, *functions, *constants); arguments are tensors and numbers,
-    functions names of printed functions, constants compile-time values.
+    The template is called as program(*arguments, data, *functions, *constants). Arguments are tensors (`x_ptr`,
+    `x_desc`) and numbers (int32; `x:i64` and `x:fp32` say another type), functions the names of printed functions,
+    constants compile-time values.
     """
 
     name: str
@@ -103,11 +104,12 @@ def print_folds(spec: AttentionSpec, slots: Slots) -> str:
 
 def print_entry(entry: Entry, slots: Slots) -> str:
     """Text of one kernel."""
-    names = (*entry.arguments, *slots.names)
+    arguments = tuple(a.partition(":")[0] for a in entry.arguments)
+    names = (*arguments, *slots.names)
     numbers = [n for n in names if not is_pointer(n)]
     constants = "".join(f", {c}: tl.constexpr" for c in entry.constants)
-    data = ", ".join(slots.names) or entry.arguments[0]
-    call = ", ".join([*entry.arguments, "data", *entry.functions, *entry.constants])
+    data = ", ".join(slots.names) or arguments[0]
+    call = ", ".join([*arguments, "data", *entry.functions, *entry.constants])
     return (
         f"@triton.jit(do_not_specialize={numbers!r})\n"
         f"def {entry.name}({', '.join(names)}{constants}):\n"
@@ -119,6 +121,17 @@ def print_entry(entry: Entry, slots: Slots) -> str:
 def is_pointer(name: str) -> bool:
     """Whether an argument of that name is a tensor or a descriptor: `x_ptr`, `x_desc`, a leaf or a table."""
     return name.endswith(("_ptr", "_desc")) or (name[0] in "LT" and name[1:].isdigit())
+
+
+def argument_types(entry: Entry, slots: Slots) -> dict[str, str]:
+    """Type of each number a kernel takes: strides are int64, so that no length or stride makes another kernel."""
+    types = {}
+    for argument in entry.arguments:
+        name, _, kind = argument.partition(":")
+        types[name] = kind or "i32"
+    for name in slots.names:
+        types[name] = "fp32" if name[0] == "x" else "i64" if "_s" in name else "i32"
+    return types
 
 
 def print_module(spec: AttentionSpec, slots: Slots, entries: tuple[Entry, ...]) -> str:

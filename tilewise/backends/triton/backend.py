@@ -1,0 +1,145 @@
+"""The backend `triton`: fp32, bf16 and fp16 on GPUs, every feature of the spec."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from tilewise.backends.protocol import Gradients, Needs, Reason, Schedule
+from tilewise.backends.reference.blockwise import Blockwise
+from tilewise.problem import Inputs, Problem, empty_in_order
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OLDEST_TRITON = (3, 6)
+OLDEST_ARCH = 75
+LARGEST_HEAD_DIM = 512
+LARGEST_GRID = 2**31 - 1
+
+
+@functools.lru_cache(maxsize=1)
+def _triton() -> tuple[int, ...] | None:
+    """Version of Triton, or None where there is none."""
+    try:
+        if importlib.util.find_spec("triton") is None:
+            return None
+        import triton
+    except Exception:  # a finder or an import that raises means missing
+        return None
+    return tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:2])
+
+
+def _interpreting() -> bool:
+    from tilewise.backends.triton.compile import interpreting
+
+    return _triton() is not None and interpreting()
+
+
+class Triton:
+    """Kernels printed from the spec, compiled at first use for each kind of call."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        self._exact = Blockwise()
+
+    def supports(self, problem: Problem) -> list[Reason]:
+        found = _triton()
+        if found is None:
+            return [Reason("kernels need Triton", "no triton", "triton", "pip install triton.")]
+        if found < OLDEST_TRITON:
+            version, oldest = (".".join(map(str, v)) for v in (found, OLDEST_TRITON))
+            return [
+                Reason("Triton's version", version, f"{oldest} or newer", "pip install --upgrade triton.")
+            ]
+        return [*_device_reasons(problem), *_shape_reasons(problem)]
+
+    def plan(self, problem: Problem) -> Schedule:
+        from tilewise.backends.triton import launch
+        from tilewise.backends.triton.machine import INTERPRETED, machine_of
+
+        here = torch.cuda.is_available() and not _interpreting()
+        machine = machine_of(torch.cuda.current_device()) if here else INTERPRETED
+        tiles, (splits, _) = launch.schedule(problem, machine)
+        s = problem.shape
+        lines = s.num_heads_q * s.seqlen_q * (1 if problem.options.layout == "varlen" else s.batch)
+        workspace = 4 * splits * lines * (s.head_dim_v + 1) if splits > 1 else 0
+        notes = ("rows of a tile are those of a group of heads",) if tiles.packed else ()
+        return Schedule(
+            tiles.block_m, tiles.block_n, "row tiles in parallel, keys inner", splits, workspace, notes=notes
+        )
+
+    def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """(out, lse). A leaf of a type that kernels do not read sends the call to the reference."""
+        from tilewise.backends.triton import launch
+        from tilewise.backends.triton.layout import describe
+
+        slots = describe(problem.spec, inputs.leaves)
+        if slots is None:
+            return self._exact.forward(problem, inputs)
+        out = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
+        lse = inputs.q.new_empty(problem.lse_shape, dtype=problem.compute_dtype)
+        if problem.options.layout == "varlen":
+            out.zero_()
+            lse.fill_(-math.inf)
+        launch.forward(problem, inputs, out, lse, slots)
+        return out, lse
+
+    def backward(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        saved: tuple[Tensor, Tensor],
+        grads: tuple[Tensor, Tensor | None],
+        needs: Needs,
+    ) -> Gradients:
+        """All gradients. A leaf of a type that kernels do not read, and under `deterministic` one whose sums would
+        have no order, send the call to the reference."""
+        from tilewise.backends.triton import launch_backward
+        from tilewise.backends.triton.layout import describe
+
+        slots = describe(problem.spec, inputs.leaves)
+        if slots is None or (
+            problem.options.deterministic and launch_backward.needs_atomics(problem, inputs, needs)
+        ):
+            return self._exact.backward(problem, inputs, saved, grads, needs)
+        with torch.no_grad():
+            return launch_backward.backward(problem, inputs, saved, grads, needs, slots)
+
+
+def _device_reasons(problem: Problem) -> list[Reason]:
+    if problem.device_type != "cuda":
+        if problem.device_type == "cpu" and _interpreting():
+            return []
+        return [Reason("the backend 'triton' runs on GPUs", f"{problem.device_type} tensors", "cuda tensors")]
+    if torch.version.hip or not torch.cuda.is_available():
+        return []
+    arch = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
+    if arch < OLDEST_ARCH:
+        return [Reason("compute capability", f"{arch / 10}", f"{OLDEST_ARCH / 10} or newer")]
+    if problem.dtype == torch.bfloat16 and arch < 80:
+        return [Reason("bfloat16 needs compute capability 8.0", f"{arch / 10}", "float16 or float32")]
+    return []
+
+
+def _shape_reasons(problem: Problem) -> list[Reason]:
+    reasons, s = [], problem.shape
+    if problem.dtype not in DTYPES:
+        name = str(problem.dtype).removeprefix("torch.")
+        reasons.append(
+            Reason("element type", name, "float32, bfloat16, float16", "float64 runs on 'blockwise'.")
+        )
+    if max(s.head_dim, s.head_dim_v) > LARGEST_HEAD_DIM:
+        reasons.append(
+            Reason("head dimension", f"{max(s.head_dim, s.head_dim_v)}", f"at most {LARGEST_HEAD_DIM}")
+        )
+    programs = s.batch * s.num_heads_q * (s.seqlen_q // 16 + 1)
+    if programs > LARGEST_GRID:
+        reasons.append(Reason("tiles of rows of a call", f"{programs}", f"at most {LARGEST_GRID}"))
+    return reasons

@@ -1,0 +1,300 @@
+"""The forward kernel: out and lse of one tile of rows.
+
+Grid: x = splits * heads * row tiles (of all batch entries, or of the packed tokens). One program owns BLOCK_M rows
+of one query head, or, packed, of a group of heads that share K and V. Loop order: key tiles from first to last;
+runs of FULL tiles carry no mask work, PARTIAL runs fold the mask, EMPTY tiles are jumped over. Which tile is what
+comes from the mask's interval form, evaluated for CHUNK tiles at once.
+State in registers: acc (BLOCK_M, DV), m and l (BLOCK_M). Shared memory: q (BLOCK_M, D) and num_stages of k and v.
+
+Source: Dao, FlashAttention-2, 2023, algorithm 1, https://arxiv.org/abs/2307.08691.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.triton.philox import kept_tile
+from tilewise.backends.triton.words import LN2, LOG2E
+
+CHUNK = tl.constexpr(128)
+"""Key tiles classified at once."""
+SEARCH = tl.constexpr(256)
+
+
+@triton.jit
+def clamped_edge(cu_ptr, n, total):
+    """Entry n of a table of sequence starts, never outside the tensor."""
+    return tl.minimum(tl.maximum(tl.load(cu_ptr + n).to(tl.int32), 0), total)
+
+
+@triton.jit
+def sequence_length(cu_ptr, used_ptr, b, total):
+    """First token and length of packed sequence b, clamped to the tensor."""
+    first = clamped_edge(cu_ptr, b, total)
+    length = tl.maximum(clamped_edge(cu_ptr, b + 1, total) - first, 0)
+    if used_ptr is not None:
+        length = tl.minimum(length, tl.maximum(tl.load(used_ptr + b).to(tl.int32), 0))
+    return first, length
+
+
+@triton.jit
+def find_sequence(cu_ptr, slot, batch, total, block):
+    """The sequence that owns a slot, and the slot's number inside it.
+
+    Sequence b owns the slots from cu[b] // block + b on: at least as many as it has tiles of `block` tokens, so no
+    prefix sum is needed.
+    """
+    count = 0
+    for start in range(0, batch, SEARCH):
+        n = start + tl.arange(0, SEARCH)
+        edge = tl.load(cu_ptr + n, mask=n < batch, other=0).to(tl.int32)
+        edge = tl.minimum(tl.maximum(edge, 0), total)
+        count += tl.sum(((edge // block + n <= slot) & (n < batch)).to(tl.int32), 0)
+    b = tl.maximum(count - 1, 0)
+    return b, slot - (clamped_edge(cu_ptr, b, total) // block + b)
+
+
+@triton.jit
+def position_offset(offset, offset_ptr, b, default, LAST: tl.constexpr):
+    """Position of the first row or column: the default, a number, or one per batch entry."""
+    if offset_ptr is not None:
+        found = tl.load(offset_ptr + b).to(tl.int32)
+    elif LAST:
+        found = default
+    else:
+        found = offset
+    return found
+
+
+@triton.jit
+def load_tile(ptr, rows, stride_n, stride_d, size_d, row_mask, MASKED: tl.constexpr, D_PAD: tl.constexpr,
+              EVEN: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
+    """Rows of a (tokens, D) view as (len(rows), D_PAD); what lies outside is 0 and is not read."""
+    d = tl.arange(0, D_PAD)
+    base = ptr + (rows.to(tl.int64) * stride_n)[:, None] * STEP
+    if UNIT:
+        pointers = base + d[None, :]
+    else:
+        pointers = base + (d.to(tl.int64) * stride_d)[None, :] * STEP
+    if EVEN:
+        if MASKED:
+            tile = tl.load(pointers, mask=row_mask[:, None], other=0.0)
+        else:
+            tile = tl.load(pointers)
+    elif MASKED:
+        tile = tl.load(pointers, mask=row_mask[:, None] & (d < size_d)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers, mask=(d < size_d)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def absorb_run(
+    acc, m, l, q, first, last, k_ptr, v_ptr, k_desc, v_desc, k_n, k_d, v_n, v_d, size_d, size_dv, n_k,
+    b_desc, start_desc, i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g, scale, seed, threshold, h_word, b_word,
+    data, score, keep, classify,
+    MASKED: tl.constexpr, HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr,
+    EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """The state after the key tiles first .. last - 1."""
+    for t in tl.range(first, last):
+        j0 = t * BLOCK_N
+        columns = j0 + tl.arange(0, BLOCK_N)
+        inside = columns < n_k
+        if TMA and not MASKED:
+            k = k_desc.load([b_desc, g, start_desc + j0, 0]).reshape(BLOCK_N, D_PAD)
+        else:
+            k = load_tile(k_ptr, columns, k_n, k_d, size_d, inside, MASKED, D_PAD, EVEN, STEP, UNIT)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        j = columns[None, :]
+        k_pos = j + k_offset
+        if not FUSED:
+            s = s * scale
+        if HAS_TERMS:
+            s = score(s, i, j, q_pos, k_pos, b, h, g, data)
+        if MASKED:
+            visible = inside[None, :]
+            if HAS_MASK:
+                visible = visible & keep(s, i, j, q_pos, k_pos, b, h, g, data)
+                # What no row of the tile may see is not read: it may hold anything.
+                inside = inside & (
+                    classify(i0, i1, columns, columns, q_offset, k_offset, b, h0, h1, g, data) != 0
+                )
+            s = tl.where(visible, s, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        # A row that has seen no key has m = -inf: subtract 0 instead, exp2(-inf) is the 0 it should be.
+        pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
+        if FUSED:
+            step = scale * LOG2E
+            p = tl.exp2(tl.fma(s, step, (-pivot * step)[:, None]))
+            alpha = tl.exp2((m - pivot) * step)
+        else:
+            p = tl.exp2((s - pivot[:, None]) * LOG2E)
+            alpha = tl.exp2((m - pivot) * LOG2E)
+        l = l * alpha + tl.sum(p, 1)  # noqa: E741  # the letter of the literature
+        if DROPOUT:
+            p = tl.where(
+                kept_tile(q_pos, j0 + k_offset, h_word, b_word, seed, threshold, BLOCK_M, BLOCK_N), p, 0.0
+            )
+        acc = acc * alpha[:, None]
+        if TMA and not MASKED:
+            v = v_desc.load([b_desc, g, start_desc + j0, 0]).reshape(BLOCK_N, DV_PAD)
+        else:
+            v = load_tile(v_ptr, columns, v_n, v_d, size_dv, inside, MASKED, DV_PAD, EVEN_V, STEP, UNIT)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        m = m_new
+    return acc, m, l
+
+
+@triton.jit
+def forward_program(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr,
+    used_q_ptr, used_k_ptr, k_desc, v_desc,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_s, o_b, o_h, o_n, o_d, l_s, l_b, l_h,
+    batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles,
+    q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
+    data, score, keep, classify, classify_coarse,
+    HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
+    LAST: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """One program: see the header. Strides are in units of STEP elements."""
+    # ---- which rows ----
+    split = tl.program_id(0) % splits
+    rest = tl.program_id(0) // splits
+    units = heads if VARLEN else batch * heads
+    per = row_tiles * swizzle
+    section = rest // per
+    inner = rest - section * per
+    width = tl.minimum(units - section * swizzle, swizzle)
+    tile = row_tiles - 1 - inner // width
+    unit = section * swizzle + inner % width
+    if VARLEN:
+        b, tile = find_sequence(cu_q_ptr, tile, batch, seqlen_q, BLOCK_M // group if PACKED else BLOCK_M)
+        head = unit
+        row0, n_q = sequence_length(cu_q_ptr, used_q_ptr, b, seqlen_q)
+        key0, n_k = sequence_length(cu_k_ptr, used_k_ptr, b, seqlen_k)
+        tensor_b = 0
+    else:
+        b, head = unit // heads, unit % heads
+        row0, n_q, key0, n_k = 0, seqlen_q, 0, seqlen_k
+        tensor_b = b
+    q_offset = position_offset(q_offset, q_offset_ptr, b, n_k - n_q, LAST)
+    k_offset = position_offset(k_offset, k_offset_ptr, b, 0, False)
+    r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    if PACKED:
+        g = head
+        rows, h_rows = r // group, g * group + r % group
+        i0, i1 = tile * BLOCK_M // group, tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group, n_q - 1)
+        h0, h1 = g * group, g * group + group - 1
+        h = h_rows[:, None]
+    else:
+        g = head // group
+        rows, h_rows = r, head + tl.zeros_like(r)
+        i0, i1 = tile * BLOCK_M, tl.minimum(tile * BLOCK_M + BLOCK_M, n_q) - 1
+        h0, h1 = head, head
+        h = head
+    alive = rows < n_q
+    i = rows[:, None]
+    q_pos = i + q_offset
+
+    # ---- its queries, and where its keys are ----
+    d = tl.arange(0, D_PAD)
+    q_base = q_ptr + (tl.cast(tensor_b, tl.int64) * q_b + row0 * q_n) * STEP
+    q_rows = (rows.to(tl.int64) * q_n + h_rows.to(tl.int64) * q_h)[:, None] * STEP
+    q_columns = d[None, :] if UNIT else (d.to(tl.int64) * q_d)[None, :] * STEP
+    q = tl.load(q_base + q_rows + q_columns, mask=alive[:, None] & (d < size_d)[None, :], other=0.0)
+    k_base = k_ptr + (tl.cast(tensor_b, tl.int64) * k_b + tl.cast(g, tl.int64) * k_h + key0 * k_n) * STEP
+    v_base = v_ptr + (tl.cast(tensor_b, tl.int64) * v_b + tl.cast(g, tl.int64) * v_h + key0 * v_n) * STEP
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(seed_ptr)
+
+    # ---- its key tiles ----
+    tiles = tl.cdiv(n_k, BLOCK_N)
+    each = tl.where(split_tiles > 0, split_tiles, tl.cdiv(tiles, splits))
+    begin = split * each
+    end = tl.where(i0 < n_q, tl.minimum(begin + each, tiles), begin)
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+    acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
+    h_word, b_word = h + h_offset, b + b_offset
+    if HAS_MASK:
+        chunk = begin
+        while chunk < end:
+            stop = tl.minimum(chunk + CHUNK, end)
+            last_column = tl.minimum(stop * BLOCK_N, n_k) - 1
+            dead = (
+                classify_coarse(i0, i1, chunk * BLOCK_N, last_column, q_offset, k_offset, b, h0, h1, g, data)
+                == 0
+            )
+            at = tl.where(dead, stop, chunk)
+            t = chunk + tl.arange(0, CHUNK)
+            high = tl.minimum(t * BLOCK_N + BLOCK_N, n_k) - 1
+            kind = classify(
+                i0, i1, t * BLOCK_N, high, q_offset, k_offset, b, h0, h1, g, data
+            ) + tl.zeros_like(t)
+            kind = tl.where(t * BLOCK_N + BLOCK_N > n_k, tl.minimum(kind, 1), kind)
+            kind = tl.where(t < stop, kind, 0)
+            while at < stop:
+                first = tl.min(tl.where((t >= at) & (kind != 0), t, stop), 0)
+                middle = tl.min(tl.where((t >= first) & (kind != 2), t, stop), 0)
+                at = tl.min(tl.where((t >= middle) & (kind != 1), t, stop), 0)
+                acc, m, l = absorb_run(  # noqa: E741
+                    acc, m, l, q, first, middle, k_base, v_base, k_desc, v_desc, k_n, k_d, v_n, v_d, size_d, size_dv,
+                    n_k, tensor_b, key0, i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g, scale, seed, threshold,
+                    h_word, b_word, data, score, keep, classify, False, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M,
+                    BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+                acc, m, l = absorb_run(  # noqa: E741
+                    acc, m, l, q, middle, at, k_base, v_base, k_desc, v_desc, k_n, k_d, v_n, v_d, size_d, size_dv,
+                    n_k, tensor_b, key0, i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g, scale, seed, threshold,
+                    h_word, b_word, data, score, keep, classify, True, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M,
+                    BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+            chunk = stop
+    else:
+        middle = tl.maximum(tl.minimum(end, n_k // BLOCK_N), begin)
+        acc, m, l = absorb_run(  # noqa: E741
+            acc, m, l, q, begin, middle, k_base, v_base, k_desc, v_desc, k_n, k_d, v_n, v_d, size_d, size_dv,
+            n_k, tensor_b, key0, i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g, scale, seed, threshold,
+            h_word, b_word, data, score, keep, classify, False, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M,
+            BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+        acc, m, l = absorb_run(  # noqa: E741
+            acc, m, l, q, middle, end, k_base, v_base, k_desc, v_desc, k_n, k_d, v_n, v_d, size_d, size_dv,
+            n_k, tensor_b, key0, i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g, scale, seed, threshold,
+            h_word, b_word, data, score, keep, classify, True, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M,
+            BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+
+    # ---- finish ----
+    if FUSED:
+        m = m * scale
+    if sink_ptr is not None:
+        m, l, alpha = absorb_sink(m, l, tl.load(sink_ptr + h_rows, mask=alive, other=0.0).to(tl.float32))  # noqa: E741
+        acc = acc * alpha[:, None]
+    empty = l == 0
+    inverse = tl.div_rn(1.0 + tl.zeros_like(l), tl.where(empty, 1.0, l))
+    if DROPOUT:
+        inverse = inverse * drop_factor
+    out = tl.where(inverse[:, None] == 0, 0.0, acc * inverse[:, None])
+    lse = tl.where(empty, -float("inf"), m + tl.log2(l) * LN2)
+    lse_base = lse_ptr + tl.cast(split, tl.int64) * l_s + tl.cast(tensor_b, tl.int64) * l_b + row0
+    tl.store(lse_base + rows + h_rows.to(tl.int64) * l_h, lse, mask=alive)
+    dv = tl.arange(0, DV_PAD)
+    out_base = (
+        out_ptr + (tl.cast(split, tl.int64) * o_s + tl.cast(tensor_b, tl.int64) * o_b + row0 * o_n) * STEP
+    )
+    out_rows = (rows.to(tl.int64) * o_n + h_rows.to(tl.int64) * o_h)[:, None] * STEP
+    out_columns = dv[None, :] if UNIT else (dv.to(tl.int64) * o_d)[None, :] * STEP
+    tl.store(
+        out_base + out_rows + out_columns, out.to(out_ptr.dtype.element_ty),
+        mask=alive[:, None] & (dv < size_dv)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def absorb_sink(m, l, logit):  # noqa: E741
+    """(m, l, alpha) after one more key with value 0 whose logit is given; natural units."""
+    top = tl.maximum(m, logit)
+    pivot = tl.where(top == -float("inf"), 0.0, top)
+    alpha = tl.exp2((m - pivot) * LOG2E)
+    return top, l * alpha + tl.exp2((logit - pivot) * LOG2E), alpha

@@ -1,0 +1,137 @@
+"""Tile sizes, warps and stages of the forward kernel, and how many ways the keys are split.
+
+A choice depends on types, head dimensions, the spec, the shape and the machine, never on a run. A table of measured
+choices is asked first (`tilewise.tuning`); the heuristic takes what fits the device's shared memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from tilewise.backends.triton.machine import Machine
+    from tilewise.problem import Problem
+
+FEWEST_KEYS = 256
+"""Keys of a split, at least."""
+INVARIANT_KEYS = 1024
+"""Keys of a split under batch_invariant, where the number of splits follows from a sequence's own length."""
+
+
+class Tiles(NamedTuple):
+    """A choice. packed: the rows of a tile are those of a whole group of query heads."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    packed: bool = False
+
+
+def padded(size: int) -> int:
+    """The constant that holds a head dimension: the next power of two, at least 16."""
+    return max(16, 1 << max(size - 1, 0).bit_length())
+
+
+def rows_per_sequence(problem: Problem) -> int:
+    """Query rows of a sequence: stated when dense, the mean when packed."""
+    s = problem.shape
+    if problem.options.layout == "dense":
+        return s.seqlen_q
+    return -(-s.seqlen_q // max(s.batch, 1))
+
+
+def keys_per_sequence(problem: Problem) -> int:
+    """Keys of a sequence: stated when dense, the mean when packed."""
+    s = problem.shape
+    return s.seqlen_k if problem.options.layout == "dense" else -(-s.seqlen_k // max(s.batch, 1))
+
+
+def choose(problem: Problem, machine: Machine) -> Tiles:
+    """The tiles of the forward kernel."""
+    d, dv = padded(problem.shape.head_dim), padded(problem.shape.head_dim_v)
+    invariant = problem.options.batch_invariant and problem.options.layout == "varlen"
+    rows = 1 << 30 if invariant else rows_per_sequence(problem)
+    group = problem.group
+    packed = group > 1 and rows <= 32 and group <= 64
+    rows = rows * group if packed else rows
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
+    found = (
+        _wide(d, dv, block_m) if problem.dtype == torch.float32 else _narrow(problem, d, dv, block_m, machine)
+    )
+    return fit(found._replace(packed=packed), d, dv, problem.dtype.itemsize, machine)
+
+
+def _wide(d: int, dv: int, block_m: int) -> Tiles:
+    """float32: products run on the ordinary units, so tiles are small enough for their registers."""
+    size = 16 if max(d, dv) > 128 else 32
+    return Tiles(min(block_m, size), size, 4, 2)
+
+
+def _narrow(problem: Problem, d: int, dv: int, block_m: int, machine: Machine) -> Tiles:
+    """float16 and bfloat16. Source: sweeps on an H200 (block_m x block_n, warps, stages at N = 16384)."""
+    widest = max(d, dv)
+    if block_m <= 32:
+        return Tiles(block_m, 128 if widest <= 64 else 64 if widest <= 128 else 32, 4, 3)
+    if widest > 256:
+        return Tiles(min(block_m, 64), 32, 8, 2)
+    if widest > 128:
+        return Tiles(block_m, 64 if machine.arch >= 90 else 32, 8 if block_m == 128 else 4, 2)
+    if machine.arch < 90:
+        return Tiles(block_m, 64, 8 if block_m == 128 and widest > 64 else 4, 3 if machine.arch >= 80 else 2)
+    if block_m == 128 and (widest > 64 or problem.spec.score is not None):
+        return Tiles(128, 128 if problem.spec.score is None else 64, 8, 3)
+    return Tiles(min(block_m, 64), 128 if widest <= 64 else 64, 4, 3)
+
+
+def shared_bytes(tiles: Tiles, d: int, dv: int, itemsize: int) -> int:
+    """Shared memory of a program: q, and `stages` of k and v."""
+    return itemsize * (tiles.block_m * d + tiles.stages * tiles.block_n * (d + dv))
+
+
+def fit(tiles: Tiles, d: int, dv: int, itemsize: int, machine: Machine) -> Tiles:
+    """The tiles, made smaller until they fit the machine's shared memory."""
+    while shared_bytes(tiles, d, dv, itemsize) > machine.shared:
+        if tiles.stages > 2:
+            tiles = tiles._replace(stages=tiles.stages - 1)
+        elif tiles.block_n > 32:
+            tiles = tiles._replace(block_n=tiles.block_n // 2)
+        elif tiles.block_m > 16:
+            tiles = tiles._replace(block_m=tiles.block_m // 2)
+        elif tiles.stages > 1:
+            tiles = tiles._replace(stages=1)
+        elif tiles.block_n > 16:
+            tiles = tiles._replace(block_n=tiles.block_n // 2)
+        else:
+            break
+    return tiles
+
+
+def row_tiles(problem: Problem, tiles: Tiles) -> int:
+    """Tiles of rows of one head (of one batch entry when dense, of all packed sequences otherwise)."""
+    s = problem.shape
+    if problem.options.layout == "varlen":
+        tokens = tiles.block_m // problem.group if tiles.packed else tiles.block_m
+        return s.seqlen_q // tokens + s.batch
+    rows = s.seqlen_q * (problem.group if tiles.packed else 1)
+    return -(-rows // tiles.block_m)
+
+
+def splits_of(problem: Problem, tiles: Tiles, machine: Machine) -> tuple[int, int]:
+    """(number of splits of the keys, tiles of a split or 0 where each sequence divides its own keys evenly)."""
+    s, keys = problem.shape, keys_per_sequence(problem)
+    heads = s.num_heads_kv if tiles.packed else s.num_heads_q
+    if problem.options.batch_invariant:
+        if problem.options.layout == "varlen" or s.seqlen_q > 64 or keys <= INVARIANT_KEYS:
+            return 1, 0
+        each = INVARIANT_KEYS // tiles.block_n
+        return -(-keys // (each * tiles.block_n)), each
+    rows = rows_per_sequence(problem) * (problem.group if tiles.packed else 1)
+    programs = max(s.batch * heads * -(-rows // tiles.block_m), 1)
+    if programs >= machine.sms:
+        return 1, 0
+    room = 4 if tiles.block_m <= 32 else 1
+    wanted = room * machine.sms // programs
+    return max(1, min(wanted, keys // max(FEWEST_KEYS, tiles.block_n))), 0
