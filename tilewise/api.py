@@ -95,8 +95,8 @@ def attention(
 
     Source: Dao et al., FlashAttention, 2022, https://arxiv.org/abs/2205.14135.
     """
-    key = found = None
-    if out is None and dropout == 0.0 and quick.is_plain(q, k, v):
+    key = None
+    if out is None and isinstance(dropout, (float, int)) and not dropout:
         options = (
             scale,
             q_offset,
@@ -110,7 +110,7 @@ def attention(
         key, extra = quick.key_of(q, k, v, mask, scores, sink, options)
         found = quick.ready.get(key)
         if found is not None:
-            return quick.run(found, q, k, v, extra, return_lse)
+            return quick.run(found, (q, k, v), extra, return_lse)
     written = write(
         (q, k, v), None, mask=mask, scores=scores, sink=sink, dropout=dropout, seed=seed, scale=scale,
         q_offset=q_offset, k_offset=k_offset, h_offset=h_offset, deterministic=deterministic,

@@ -208,7 +208,8 @@ class Attention(torch.autograd.Function):
         ctx.numbers, seed, *tensors = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(seed, *output, *tensors)
-        ctx.save_for_forward(seed, *output, *tensors)
+        if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+            ctx.save_for_forward(seed, *output, *tensors)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple:

@@ -21,13 +21,21 @@ from tilewise.spec.masks import as_mask
 from tilewise.spec.scores import as_terms
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tilewise.backends.protocol import Prepared
     from tilewise.written import Written
 
 MOST = 2048
 """Kinds of calls remembered; then all are forgotten."""
 _PLAIN = (Tensor, nn.Parameter)
-_DEVICES = ("cpu", "cuda")
+
+# Looked up once: a call of this kind takes microseconds.
+is_compiling = torch.compiler.is_compiling
+is_autocast_enabled = torch.is_autocast_enabled
+is_grad_enabled = torch.is_grad_enabled
+transforms_active = torch._C._are_functorch_transforms_active
+len_dispatch_stack = torch._C._len_torch_dispatch_stack
 
 
 class Ready(NamedTuple):
@@ -41,31 +49,54 @@ ready: dict[tuple[Any, ...] | None, Ready | None] = {}
 """By key; None for a kind that has no short way."""
 
 
-def is_plain(q: Any, k: Any, v: Any) -> bool:
-    """Whether nothing stands between this call and a kernel but autograd."""
-    return not (
-        torch.compiler.is_compiling()
-        or type(q) not in _PLAIN
-        or type(k) not in _PLAIN
-        or type(v) not in _PLAIN
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack()
-        or forward_ad._current_level >= 0
-        or (kind := q.device.type) not in _DEVICES
-        or torch.is_autocast_enabled(kind)
-    )
-
-
 def key_of(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, scores: Any, sink: Any, options: tuple[Any, ...]
-) -> tuple[tuple[Any, ...] | None, list[Tensor]]:
+    q: Any, k: Any, v: Any, mask: Any, scores: Any, sink: Any, options: tuple[Any, ...]
+) -> tuple[tuple[Any, ...] | None, Sequence[Tensor]]:
     """(key, the call's tensors after q, k and v); the key is None for a call that always goes the long way.
 
     options: scale, q_offset, k_offset, and the rest of the keywords that are no tensors, in a fixed order.
     """
+    if (
+        is_compiling()
+        or type(q) not in _PLAIN
+        or type(k) not in _PLAIN
+        or type(v) not in _PLAIN
+        or transforms_active()
+        or len_dispatch_stack()
+        or forward_ad._current_level >= 0
+    ):
+        return None, ()
+    if q.is_cpu and k.is_cpu and v.is_cpu:
+        kind, device = "cpu", None
+    else:
+        device = q.device
+        kind = device.type
+        if kind != "cuda" or k.device != device or v.device != device:
+            return None, ()
+    if is_autocast_enabled(kind):
+        return None, ()
+    try:
+        hash(options)
+    except TypeError:  # what cannot be hashed is refused on the long way
+        return None, ()
     if isinstance(options[1], Tensor) or isinstance(options[2], Tensor):
-        return None, []
-    extra: list[Tensor] = []
+        return None, ()
+    extra: list[Tensor] | tuple[()] = ()
+    spec: Any = None
+    if mask is not None or sink is not None or (scores is not None and scores != ()):
+        extra = []
+        spec = _spec_key(mask, scores, sink, extra)
+        if spec is None:
+            return None, ()
+    key = (
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
+        device, spec, options, registry.version,
+    )  # fmt: skip
+    return key, extra
+
+
+def _spec_key(mask: Any, scores: Any, sink: Any, extra: list[Tensor]) -> tuple[Any, ...] | None:
+    """The part of the key that the spec makes; its tensors go to `extra`. None: the long way."""
     spec: tuple[Any, ...] = ()
     if mask is not None:
         term = as_mask(mask).term
@@ -78,25 +109,26 @@ def key_of(
             extra += score.term.leaves
     if sink is not None:
         if not isinstance(sink, Tensor):
-            return None, []
+            return None
         spec += ("sink",)
         extra.append(sink)
-    if extra:
-        if any(type(t) not in _PLAIN for t in extra):
-            return None, []
-        spec += tuple([(t.shape, t.stride(), t.dtype, t.device) for t in extra])
-    return (
-        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
-        q.device, k.device, v.device, spec, options, registry.version,
-    ), extra  # fmt: skip
+    for t in extra:
+        if type(t) not in _PLAIN:
+            return None
+        spec += (t.shape, t.stride(), t.dtype, t.device)
+    return spec
 
 
 def run(
-    found: Ready, q: Tensor, k: Tensor, v: Tensor, extra: list[Tensor], return_lse: bool
+    found: Ready, qkv: tuple[Tensor, Tensor, Tensor], extra: Sequence[Tensor], return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The result of a call of a known kind, differentiable."""
-    if torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or any([t.requires_grad for t in extra])
+    q, k, v = qkv
+    if is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (extra and any([t.requires_grad for t in extra]))
     ):
         out, lse = apply(Attention, found.numbers, None, q, k, v, *extra)
     else:

@@ -106,6 +106,9 @@ class Causal(Atom):
         return k <= q
 
 
+_CAUSAL = Mask(Causal.bind())
+
+
 class WindowLeft(Atom):
     """Keys at most `left` positions before the query."""
 
@@ -259,7 +262,7 @@ def causal() -> Mask:
     With fewer queries than keys the last query lines up with the last key (bottom-right), unless
     `q_offset` says otherwise; q_offset=0 is the top-left alignment.
     """
-    return Mask(Causal.bind())
+    return _CAUSAL
 
 
 def window(left: int | None, right: int | None) -> Mask:

@@ -59,26 +59,37 @@ def pool_name() -> str:
     return "openmp"
 
 
+def launcher() -> Any:
+    """GOMP_parallel(function, parameters, threads, flags) where that is the path calls take; else None."""
+    return _gomp_parallel() if pool_name() == "openmp" else None
+
+
+def is_forked() -> bool:
+    """Whether this process is a fork of one that may have used the pool."""
+    return _forked
+
+
 def num_threads() -> int:
     """Threads a call may use: torch's setting, one in a forked child."""
     return 1 if pool_name() == "serial" else torch.get_num_threads()
 
 
 @functools.lru_cache(maxsize=256)
-def _worker(function: int) -> Any:
+def worker(function: int) -> Any:
+    """The C function at that address; called with the address of its parameters it runs on this thread."""
     return _WORKER(function)
 
 
 def run_parallel(function: int, parameters: int, threads: int) -> None:
     """Call the C function at address `function` with `parameters` on that many threads, and wait."""
     if threads <= 1:
-        _worker(function)(parameters)
+        worker(function)(parameters)
         return
     if pool_name() == "openmp":
         _gomp_parallel()(function, parameters, threads, 0)
         return
     # ctypes lets go of the GIL during the call, so plain threads do run side by side.
-    work = _worker(function)
+    work = worker(function)
     others = [threading.Thread(target=work, args=(parameters,)) for _ in range(threads - 1)]
     for other in others:
         other.start()

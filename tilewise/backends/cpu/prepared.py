@@ -7,6 +7,7 @@ Blocks and scratch come from free lists and go back, so that threads running one
 from __future__ import annotations
 
 import ctypes
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ from tilewise.backends.cpu.parameters import P
 from tilewise.backends.cpu.slots import fill
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -30,17 +31,14 @@ SMALL = 4096
 """Rows up to which a block keeps memory for an lse that nobody asked for."""
 _Q, _K, _V, _OUT, _LSE, _SPEC = P.q, P.k, P.v, P.out, P.lse, P.spec
 _TASK, _THREAD, _FLAG, _SCRATCH, _NUM_TASKS = P.task, P.thread, P.flag, P.scratch, P.num_tasks
-_free_scratch: dict[int, list[Tensor]] = {}
-"""By size in bytes. What a run takes is its own until it puts it back."""
+_free_scratch: dict[int, list[tuple[Tensor, int]]] = {}
+"""(memory, its first whole line) by size in bytes. What a run takes is its own until it puts it back."""
 
 
-def _take_scratch(size: int) -> Tensor:
-    free = _free_scratch.get(size)
-    try:
-        return free.pop()  # type: ignore[union-attr]
-    except (AttributeError, IndexError):
-        # No reader of what is here before it is written: the kernels fill what they add to.
-        return torch.empty(size, dtype=torch.uint8, device="cpu")
+def _new_scratch(size: int) -> tuple[Tensor, int]:
+    # No reader of what is here before it is written: the kernels fill what they add to.
+    memory = torch.empty(size + 64, dtype=torch.uint8, device="cpu")
+    return memory, (memory.data_ptr() + 63) & -64
 
 
 class _Block(launch.Block):
@@ -150,9 +148,13 @@ class Forward:
             held = extra[len(self._leaf_at)].detach().to(torch.float32).contiguous()
             values[P.sink] = held.data_ptr()
         threads = min(pool.num_threads(), self._most_threads) if self._most_threads > 1 else 1
-        size = self._each * threads + 64
-        scratch = _take_scratch(size)
-        values[_SCRATCH] = (scratch.data_ptr() + 63) & -64
+        size = self._each * threads
+        free = _free_scratch.setdefault(size, [])
+        try:
+            scratch = free.pop()
+        except IndexError:
+            scratch = _new_scratch(size)
+        values[_SCRATCH] = scratch[1]
         values[_TASK] = values[_THREAD] = values[_FLAG] = 0
         if self._turn_tasks:
             # 64 bytes are one line of the cache and one row of a tile.
@@ -165,9 +167,54 @@ class Forward:
             values[_NUM_TASKS] = self._tasks
             pool.run_parallel(self._forward, block.address, threads)
         finite = values[_FLAG] == 0
-        _free_scratch.setdefault(size, []).append(scratch)
+        free.append(scratch)
         self._free.append(block)
         return finite
+
+    def short(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], bool] | None:
+        """`run` for a call of one launch, without leaves and copies, as short as Python makes it; else None."""
+        more = self._turn_tasks or self._splits > 1 or self._leaf_at or self._with_sink
+        if more or self._copied or not self._tasks or self._lse_shape.numel() > SMALL:
+            return None
+        # Room for as many threads as may be asked for later.
+        threads = min(max(pool.num_threads(), os.cpu_count() or 1), self._most_threads)
+        launcher = pool.launcher() if threads > 1 else None
+        if threads > 1 and launcher is None:
+            return None
+        worker, function = pool.worker(self._forward), self._forward
+        blocks, size, make = self._free, self._each * threads, self._make
+        scratches = _free_scratch.setdefault(size, [])
+        lse_shape, tasks, get_num_threads = self._lse_shape, self._tasks, torch.get_num_threads
+
+        def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> bool:
+            try:
+                block = blocks.pop()
+            except IndexError:
+                block = make()
+                block.lse = torch.empty(lse_shape, dtype=torch.float32, device="cpu")
+            try:
+                scratch = scratches.pop()
+            except IndexError:
+                scratch = _new_scratch(size)
+            values = block.values
+            values[_Q] = q.data_ptr()
+            values[_K] = k.data_ptr()
+            values[_V] = v.data_ptr()
+            values[_OUT] = out.data_ptr()
+            values[_LSE] = (block.lse if lse is None else lse).data_ptr()  # type: ignore[union-attr]
+            values[_SCRATCH] = scratch[1]
+            values[_TASK] = values[_THREAD] = values[_FLAG] = 0
+            values[_NUM_TASKS] = tasks
+            if launcher is None or pool.is_forked():
+                worker(block.address)
+            else:
+                launcher(function, block.address, min(threads, get_num_threads()), 0)
+            finite = values[_FLAG] == 0
+            scratches.append(scratch)
+            blocks.append(block)
+            return finite
+
+        return run
 
     @staticmethod
     def _run_one(function: int, block: _Block, tasks: int, threads: int) -> None:
