@@ -108,15 +108,20 @@ function play() {
   }, 1000 / Number(byId("speed").value));
 }
 
-// A change of tiles or loop keeps the place: the first step that is at least as far into the same query and key.
+// A change of tiles, loop or pass keeps the place: the step of the same kind with the same query and key, or query.
 function change(update) {
-  const here = step();
-  const place = [rowsOf(here.i)[0], keysOf(here.j)[0], here.kind];
+  const here = step(), row = rowsOf(here.i)[0], key = keysOf(here.j)[0];
   update();
   fillLayers();
-  const found = run().steps.findIndex(([kind, i, j]) => kind === place[2] && kind === "tile"
-    && rowsOf(i)[0] <= place[0] && place[0] < rowsOf(i)[1] && keysOf(j)[0] <= place[1] && place[1] < keysOf(j)[1]);
-  go(found >= 0 ? found : 0);
+  const inside = ([first, end], n) => first <= n && n < end;
+  const steps = run().steps;
+  const same = (kind, i, j) => kind === here.kind && inside(rowsOf(i), row) && inside(keysOf(j), key);
+  const alike = [
+    ([kind, i, j]) => same(kind, i, j),
+    ([kind, i]) => kind === here.kind && inside(rowsOf(i), row),
+    ([kind, i]) => kind === "tile" && inside(rowsOf(i), row),
+  ];
+  go(Math.max(0, ...alike.map((test) => steps.findIndex(test)).filter((n) => n >= 0).slice(0, 1)));
 }
 
 function chooseRow(row) {
@@ -133,10 +138,17 @@ const KEYS = {
   " ": play,
 };
 
+// A control keeps the keys that it answers itself.
+function keptBy(element, key) {
+  if (!element) return false;
+  if (element.tagName === "BUTTON" || element.tagName === "SUMMARY" || element.type === "checkbox") return key === " ";
+  if (element.type === "radio") return key === " " || key.startsWith("Arrow");
+  return true; // lists and the slider
+}
+
 function onKey(event) {
-  const own = event.target.closest("select, input, summary, button");
-  const free = !own || (own.tagName === "BUTTON" && event.key !== " ") || own.type === "checkbox" && event.key !== " ";
-  if (event.altKey || event.ctrlKey || event.metaKey || !free || !KEYS[event.key]) return;
+  const kept = keptBy(event.target.closest("select, input, summary, button"), event.key);
+  if (event.altKey || event.ctrlKey || event.metaKey || kept || !KEYS[event.key]) return;
   event.preventDefault();
   KEYS[event.key]();
 }

@@ -84,7 +84,7 @@ function answer(state) {
 
 function distance(a, b) {
   let far = 0;
-  for (let d = 0; d < a.length; d++) far = Math.max(far, Math.abs(a[d] - b[d]));
+  for (let d = 0; d < a.length; d++) far = Math.max(far, Math.abs(round(a[d] - b[d])));
   return far;
 }
 

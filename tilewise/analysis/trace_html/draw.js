@@ -48,7 +48,7 @@ function scale(kind, top) {
 
 function textOn(c) {
   const [r, g, b] = c.map((x) => { const s = x / 255; return s <= 0.04 ? s / 12.92 : ((s + 0.055) / 1.055) ** 2.4; });
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#111317" : "#ffffff";
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000000" : "#ffffff"; // either way 4.5 or more
 }
 
 // A canvas at the screen's resolution; returns its context in CSS pixels.
