@@ -285,12 +285,14 @@ def forward_program(
 
     # ---- finish ----
     # In units of which the weights are powers of two (FUSED) the pivot that was subtracted is m * step exactly.
-    unit: tl.constexpr = 1.0 if FUSED else LOG2E
     if FUSED:
         m = m * (scale * LOG2E)
     if sink_ptr is not None:
         logit = tl.load(sink_ptr + h_rows, mask=alive, other=0.0).to(tl.float32)
-        m, l, alpha = absorb_sink(m, l, logit * (LOG2E / unit), unit)  # noqa: E741
+        if FUSED:
+            m, l, alpha = absorb_sink(m, l, logit * LOG2E, 1.0)  # noqa: E741
+        else:
+            m, l, alpha = absorb_sink(m, l, logit, LOG2E)  # noqa: E741
         acc = acc * alpha[:, None]
     empty = l == 0
     inverse = tl.div_rn(1.0 + tl.zeros_like(l), tl.where(empty, 1.0, l))
