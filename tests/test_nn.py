@@ -50,3 +50,111 @@ def test_refusals():
         twnn.Attention(dropout=1.5)
     with pytest.raises(tw.ShapeError, match="context"):
         twnn.MultiheadAttention(8, 2)(torch.zeros(1, 2, 8), torch.zeros(1, 2, 7))
+
+
+def ordinary(q, k, v, *, cap=None, keep=None, sink=None):
+    """Attention with the score matrix in memory, float64."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    s = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    s = s if cap is None else cap * torch.tanh(s / cap)
+    s = s if keep is None else s.masked_fill(~keep, float("-inf"))
+    if sink is not None:
+        s = torch.cat([s, sink.view(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)
+    return torch.softmax(s, -1)[..., : k.shape[2]] @ v
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_turns_pairs_by_complex_numbers(interleaved):
+    rotary = twnn.Rotary(6, base=100.0, interleaved=interleaved)
+    x = torch.randn(2, 3, 5, 8, dtype=torch.float64)
+    positions = torch.tensor([[0, 1, 2, 3, 4], [-3, 7, 7, 1000, 0]])
+    pairs = x[..., :6].unflatten(-1, (3, 2) if interleaved else (2, 3))
+    pairs = pairs if interleaved else pairs.transpose(-1, -2)
+    frequencies = 100.0 ** (-2 * torch.arange(3, dtype=torch.float64) / 6)
+    turned = torch.view_as_complex(pairs.contiguous()) * torch.exp(
+        1j * positions[:, None, :, None] * frequencies
+    )
+    turned = torch.view_as_real(turned)
+    turned = (turned if interleaved else turned.transpose(-1, -2)).flatten(-2)
+    torch.testing.assert_close(rotary(x, positions), torch.cat([turned, x[..., 6:]], -1))
+    assert torch.equal(rotary(x, torch.zeros(5, dtype=torch.int64)), x)
+    with pytest.raises(tw.OptionError, match="even"):
+        twnn.Rotary(5)
+    with pytest.raises(tw.ShapeError, match="turns 6"):
+        rotary(x[..., :4], positions)
+
+
+def test_every_option_together_against_ordinary_attention():
+    torch.manual_seed(0)
+    rotary = twnn.Rotary(8)
+    module = twnn.Attention(
+        mask=tw.causal(),
+        window=(3, None),
+        softcap=2.0,
+        rotary=rotary,
+        qk_norm=8,
+        sink_heads=4,
+        backend="blockwise",
+    ).double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.rand_like(parameter) + 0.5)
+    q, k, v = (torch.randn(2, h, 9, 8, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
+    i = torch.arange(9)
+    keep = (i <= i[:, None]) & (i[:, None] - i <= 3)
+
+    def norm(x, weight):
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+    turned = [rotary(norm(x, n.weight), i) for x, n in ((q, module.q_norm), (k, module.k_norm))]
+    truth = ordinary(*turned, v, cap=2.0, keep=keep, sink=module.sink)
+    out = module(q, k, v)
+    torch.testing.assert_close(out, truth)
+    wanted = [q, k, v, *module.parameters()]
+    for a, b in zip(
+        torch.autograd.grad(out.pow(2).sum(), wanted),
+        torch.autograd.grad(truth.pow(2).sum(), wanted),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+    assert "softcap=2.0" in repr(module)
+
+
+def test_a_cache_gives_what_the_whole_sequence_gives():
+    """Ninety tokens by pieces of one to forty: positions, rotary and windows go on, memory grows on the way."""
+    torch.manual_seed(0)
+    module = twnn.MultiheadAttention(
+        16, 4, num_heads_kv=2, mask=tw.causal(), window=(20, None), rotary=twnn.Rotary(4), qk_norm=True,
+        backend="blockwise",
+    ).double()  # fmt: skip
+    x = torch.randn(2, 90, 16, dtype=torch.float64)
+    whole = module(x)
+    cache = twnn.Cache()
+    with torch.no_grad():
+        parts = [module(part, cache=cache) for part in x.split([40, 1, 1, 30, 1, 17], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    assert cache.length == 90
+    with torch.no_grad():
+        cache.crop(50)
+        torch.testing.assert_close(module(x[:, 50:60], cache=cache), whole[:, 50:60])
+        cache.crop(50)
+        cache.reorder(torch.tensor([1, 0]))
+        torch.testing.assert_close(module(x.flip(0)[:, 50:60], cache=cache), whole.flip(0)[:, 50:60])
+    with pytest.raises(tw.OptionError, match="keeps no gradients"):
+        module(x, cache=cache)
+    with pytest.raises(tw.OptionError, match="cannot keep"):
+        cache.crop(1000)
+    with torch.no_grad(), pytest.raises(tw.ShapeError, match="fit those"):
+        module(x[:1], cache=cache)
+    assert cache.length == 60
+
+
+def test_options_out_of_range():
+    with pytest.raises(tw.OptionError, match="pair"):
+        twnn.Attention(window=3)
+    module = twnn.Attention(rotary=twnn.Rotary(4), backend="blockwise")
+    q = torch.randn(1, 1, 3, 4)
+    with pytest.raises(tw.OptionError, match="offsets that are ints"):
+        module(q, q, q, q_offset=torch.tensor([1]))
+    torch.testing.assert_close(module(q, q, q, q_offset=5, k_offset=5), module(q, q, q))

@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    ("errors", "dtypes", "config", "spec"),
+    ("errors", "dtypes", "config", "spec", "tuning"),
     ("problem",),
     ("transforms", "state", "analysis", "testing.cases", "testing.grid", "testing.poison"),
     ("backends",),
-    ("dispatch", "tuning"),
+    ("dispatch",),
     ("checks", "vmap", "ops"),
     ("api", "plan", "quick", "written"),
     ("distributed", "serving"),

@@ -16,6 +16,7 @@ COMMANDS = {
     "check": "tilewise.cli.check",
     "bench": "tilewise.cli.bench",
     "explain": "tilewise.cli.explain",
+    "trace": "tilewise.cli.trace",
 }
 
 

@@ -36,7 +36,8 @@ class _NotSymbolic(SpecError):
 def _user_line() -> str:
     """Where the user's own code is: the innermost frame outside this package's tracing."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("tilewise.spec."):
+    ours = ("tilewise.spec.", "tilewise.compat.flex_")
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(ours):
         frame = frame.f_back  # type: ignore[assignment]
     if frame is None:
         return ""

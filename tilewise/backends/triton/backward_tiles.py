@@ -1,0 +1,135 @@
+"""Tile sizes, warps and stages of the backward kernels: a device's measured table first, else what fits.
+
+key kernel: block_n keys are owned, block_m rows are walked; row kernel: the other way round.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from tilewise import tuning
+from tilewise.backends.triton.tiles import Tiles, keys_per_sequence, padded, rows_per_sequence
+
+if TYPE_CHECKING:
+    from tilewise.backends.triton.machine import Machine
+    from tilewise.problem import Problem
+
+
+class BackwardTiles(NamedTuple):
+    """A choice for each kernel."""
+
+    keys: Tiles
+    rows: Tiles
+    prepare: Tiles
+    swizzle: int
+
+
+def table_key(problem: Problem) -> str:
+    """What a measured choice depends on, as the key of a tuning table."""
+    s = problem.shape
+    bits = 8 * problem.dtype.itemsize
+    masked = "masked" if problem.spec.keep is not None else "full"
+    terms = "-terms" if problem.spec.score is not None else ""
+    dropout = "-dropout" if problem.spec.dropout else ""
+    return f"{bits}-d{padded(s.head_dim)}-{padded(s.head_dim_v)}-{masked}{terms}{dropout}"
+
+
+def choose_backward(problem: Problem, machine: Machine) -> BackwardTiles:
+    """Tiles of the three kernels."""
+    d, dv = padded(problem.shape.head_dim), padded(problem.shape.head_dim_v)
+    key, widest = table_key(problem), max(d, dv)
+    if problem.dtype == torch.float32:
+        size = 16 if widest > 128 else 32
+        keys = rows = Tiles(size, size, 8 if widest > 256 else 4, 1)
+    else:
+        keys, rows = _key_tiles(widest, machine), _row_tiles(widest, machine)
+    found_keys = tuning.lookup(machine.name, "triton.keys", key)
+    found_rows = tuning.lookup(machine.name, "triton.rows", key)
+    swizzle = tuning.lookup(machine.name, "triton.swizzle", key)
+    keys = Tiles(*found_keys) if found_keys else _shorten(problem, keys)
+    rows = Tiles(*found_rows) if found_rows else _shorten(problem, rows)
+    small = 16 if problem.dtype == torch.float32 and widest > 128 else 32 if widest > 128 else 64
+    if problem.dtype == torch.float32:
+        small = min(small, 32)
+    return BackwardTiles(
+        fit_keys(keys, d, dv, problem.dtype.itemsize, machine),
+        fit_rows(rows, d, dv, problem.dtype.itemsize, machine),
+        fit_rows(Tiles(small, small, 4, 1), d, dv, problem.dtype.itemsize, machine),
+        swizzle[0] if swizzle else (4 if problem.spec.keep is not None else 1),
+    )
+
+
+def _key_tiles(widest: int, machine: Machine) -> Tiles:
+    """float16 and bfloat16: registers bound the choice, dk and dv are block_n x (D + DV) float32."""
+    if widest > 256:
+        return Tiles(32, 32, 8, 1)
+    if widest > 128:
+        return Tiles(32, 64, 8, 2)
+    if machine.arch >= 90:
+        return Tiles(64, 128, 8, 2)
+    return Tiles(32, 64, 4, 2) if widest > 64 else Tiles(32, 128, 4, 2)
+
+
+def _row_tiles(widest: int, machine: Machine) -> Tiles:
+    """float16 and bfloat16: dq is block_m x D float32."""
+    if widest > 256:
+        return Tiles(32, 32, 8, 1)
+    if widest > 128:
+        return Tiles(64, 32, 4, 2)
+    if machine.arch >= 90:
+        return Tiles(128, 64, 8, 3)
+    return Tiles(64, 32, 4, 2) if widest > 64 else Tiles(64, 64, 4, 2)
+
+
+def _shorten(problem: Problem, tiles: Tiles) -> Tiles:
+    """No tile much longer than the sequences are; under batch_invariant lengths have no say."""
+    if problem.options.batch_invariant:
+        return tiles
+    rows, keys = (max(16, 1 << max(n - 1, 0).bit_length()) for n in
+                  (rows_per_sequence(problem), keys_per_sequence(problem)))  # fmt: skip
+    return tiles._replace(block_m=min(tiles.block_m, rows), block_n=min(tiles.block_n, keys))
+
+
+def fit_keys(tiles: Tiles, d: int, dv: int, itemsize: int, machine: Machine) -> Tiles:
+    """The key kernel's tiles, made smaller until they fit: k, v, `stages` of q and do, and a tile of ds."""
+
+    def size(t: Tiles) -> int:
+        return itemsize * ((t.block_n + max(t.stages, 1) * t.block_m) * (d + dv) + t.block_m * t.block_n)
+
+    return _fit(tiles, size, machine.shared)
+
+
+def fit_rows(tiles: Tiles, d: int, dv: int, itemsize: int, machine: Machine) -> Tiles:
+    """The row kernel's tiles, made smaller until they fit: q, do, `stages` of k and v, and a tile of ds."""
+
+    def size(t: Tiles) -> int:
+        return itemsize * ((t.block_m + max(t.stages, 1) * t.block_n) * (d + dv) + t.block_m * t.block_n)
+
+    return _fit(tiles, size, machine.shared)
+
+
+def _fit(tiles: Tiles, size, most: int) -> Tiles:
+    while size(tiles) > most:
+        if tiles.stages > 2:
+            tiles = tiles._replace(stages=tiles.stages - 1)
+        elif max(tiles.block_m, tiles.block_n) > 32:
+            wide = tiles.block_m > tiles.block_n
+            tiles = (
+                tiles._replace(block_m=tiles.block_m // 2)
+                if wide
+                else tiles._replace(block_n=tiles.block_n // 2)
+            )
+        elif tiles.stages > 1:
+            tiles = tiles._replace(stages=1)
+        elif max(tiles.block_m, tiles.block_n) > 16:
+            wide = tiles.block_m > tiles.block_n
+            tiles = (
+                tiles._replace(block_m=tiles.block_m // 2)
+                if wide
+                else tiles._replace(block_n=tiles.block_n // 2)
+            )
+        else:
+            break
+    return tiles

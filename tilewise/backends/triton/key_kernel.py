@@ -1,0 +1,260 @@
+"""dk and dv of a tile of keys, and what leaves get per column. See `backward_words`.
+
+Grid: x = KV heads * key tiles (of all batch entries, or of the packed tokens). One program owns BLOCK_N keys of one KV
+head. Loop order: the heads of the group, then their row tiles. Products per tile: s and dp transposed (keys x rows),
+so that p and ds are operands as they stand; dv += p do, dk += ds q.
+Registers: dk and dv (BLOCK_N, D + DV). Shared memory: k and v, and STAGES of q and do.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.triton.backward_words import (
+    CHUNK,
+    INF,
+    add_sums,
+    contribution,
+    finite,
+    start_sums,
+    store_sums,
+    weights,
+)
+from tilewise.backends.triton.forward_kernel import find_sequence, load_tile, position_offset, sequence_length
+from tilewise.backends.triton.philox import kept_tile
+
+
+@triton.jit
+def absorb_rows(
+    dk, dv, sums, k, v, first, last, q_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, q_n, q_d, g_n, g_d, size_d, size_dv, n_q,
+    j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h, g, scale, seed, threshold, drop_factor, h_word, b_word,
+    data, derive, keep, classify,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr, STAGES: tl.constexpr, HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr,
+    DROPOUT: tl.constexpr, SITES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk, dv and the column sums after the row tiles first .. last - 1 of one head."""
+    for t in tl.range(first, last, num_stages=STAGES):
+        rows = t * BLOCK_M + tl.arange(0, BLOCK_M)
+        inside = rows < n_q
+        if MASKED and HAS_MASK:
+            # A row that sees none of these keys is not read: it may hold anything.
+            inside = inside & (classify(rows, rows, j0, j1, q_offset, k_offset, b, h, h, g, data) != 0)
+        q = load_tile(q_ptr, rows, q_n, q_d, size_d, inside, MASKED, D_PAD, EVEN, STEP, UNIT)
+        do = load_tile(do_ptr, rows, g_n, g_d, size_dv, inside, MASKED, DV_PAD, EVEN_V, STEP, UNIT).to(
+            v.dtype
+        )
+        if MASKED:
+            m = tl.load(m_ptr + rows, mask=inside, other=INF)
+            delta = tl.load(delta_ptr + rows, mask=inside, other=0.0)
+        else:
+            m, delta = tl.load(m_ptr + rows), tl.load(delta_ptr + rows)
+        low = tl.zeros_like(m)
+        if CAREFUL:
+            low = tl.load(low_ptr + rows, mask=inside, other=0.0)
+        if q.dtype == tl.float32:
+            # The statistics of a row are those of q k^T, whose sums may run in another order than those of k q^T.
+            s = tl.trans(tl.dot(q, tl.trans(k), input_precision=PRECISION))
+            dp = tl.trans(tl.dot(do, tl.trans(v), input_precision=PRECISION))
+        else:
+            s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        i = rows[None, :]
+        q_pos = i + q_offset
+        p, found = weights(
+            s, m[None, :], low[None, :], scale, i, j, q_pos, k_pos, b, h, g, data, derive, HAS_TERMS, CAREFUL
+        )
+        if MASKED:
+            visible = inside[None, :] & (j < n_k)
+            if HAS_MASK:
+                visible = visible & keep(s, i, j, q_pos, k_pos, b, h, g, data)
+            if CAREFUL:
+                visible = visible & (m != INF)[None, :]
+            p = tl.where(visible, p, 0.0)
+        w = p
+        if DROPOUT:
+            kept = tl.trans(
+                kept_tile(
+                    (rows + q_offset)[:, None],
+                    j0 + k_offset,
+                    h_word,
+                    b_word,
+                    seed,
+                    threshold,
+                    BLOCK_M,
+                    BLOCK_N,
+                )
+            )
+            w = tl.where(kept, p, 0.0)
+            dp = tl.where(kept, dp * drop_factor, 0.0)
+        ds = p * (dp - delta[None, :])
+        if CAREFUL:
+            ds = tl.where(visible, ds, 0.0)
+            # do that is not finite has made delta so.
+            w = tl.where(visible, w + (delta - delta)[None, :], 0.0)
+            q, do = finite(q), finite(do)
+        sums = add_sums(sums, p, ds, found, SITES)
+        if HAS_TERMS:
+            ds = contribution(p, ds, found[1])
+        dv = tl.dot(w.to(do.dtype), do, dv, input_precision=PRECISION)
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv, sums
+
+
+@triton.jit
+def key_program(
+    q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dk_ptr, dv_ptr, sums_ptr,
+    seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
+    batch, heads, group, seqlen_q, seqlen_k, key_tiles, swizzle,
+    q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
+    data, derive, keep, classify, classify_coarse,
+    HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, LAST: tl.constexpr,
+    SITES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: see the header. Strides of q, k, v and do are in units of STEP elements."""
+    # ---- which keys ----
+    heads_kv = heads // group
+    units = heads_kv if VARLEN else batch * heads_kv
+    per = key_tiles * swizzle
+    section = tl.program_id(0) // per
+    inner = tl.program_id(0) - section * per
+    width = tl.minimum(units - section * swizzle, swizzle)
+    tile = inner // width
+    unit = section * swizzle + inner % width
+    if VARLEN:
+        b, tile = find_sequence(cu_k_ptr, tile, batch, seqlen_k, BLOCK_N)
+        g = unit
+        row0, n_q = sequence_length(cu_q_ptr, used_q_ptr, b, seqlen_q)
+        key0, n_k = sequence_length(cu_k_ptr, used_k_ptr, b, seqlen_k)
+        tensor_b = 0
+    else:
+        b, g = unit // heads_kv, unit % heads_kv
+        row0, n_q, key0, n_k = 0, seqlen_q, 0, seqlen_k
+        tensor_b = b
+    q_offset = position_offset(q_offset, q_offset_ptr, b, n_k - n_q, LAST)
+    k_offset = position_offset(k_offset, k_offset_ptr, b, 0, False)
+    j0 = tile * BLOCK_N
+    columns = j0 + tl.arange(0, BLOCK_N)
+    j1 = tl.minimum(j0 + BLOCK_N, n_k) - 1
+    own = columns < n_k
+    j = columns[:, None]
+    k_pos = j + k_offset
+    b_wide, g_wide = tl.cast(tensor_b, tl.int64), tl.cast(g, tl.int64)
+    k_base = k_ptr + (b_wide * k_b + g_wide * k_h + key0 * k_n) * STEP
+    v_base = v_ptr + (b_wide * v_b + g_wide * v_h + key0 * v_n) * STEP
+    k = load_tile(k_base, columns, k_n, k_d, size_d, own, True, D_PAD, EVEN, STEP, UNIT)
+    v = load_tile(v_base, columns, v_n, v_d, size_dv, own, True, DV_PAD, EVEN_V, STEP, UNIT)
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(seed_ptr)
+    row_tiles = tl.where(j0 < n_k, tl.cdiv(n_q, BLOCK_M), 0)
+    dk = tl.zeros([BLOCK_N, D_PAD], tl.float32)
+    dv = tl.zeros([BLOCK_N, DV_PAD], tl.float32)
+    again = 0
+    for member in range(0, group):
+        again = tl.maximum(again, tl.load(marks_ptr + b * heads + g * group + member))
+
+    # ---- its rows ----
+    for member in range(0, tl.where(again > 0, 0, group)):
+        h = g * group + member
+        line = (b_wide * heads + h) * seqlen_q + row0
+        h_wide = tl.cast(h, tl.int64)
+        q_base = q_ptr + (b_wide * q_b + h_wide * q_h + row0 * q_n) * STEP
+        do_base = do_ptr + (b_wide * g_b + h_wide * g_h + row0 * g_n) * STEP
+        sums = start_sums(BLOCK_N, SITES)
+        if HAS_MASK:
+            chunk = 0
+            while chunk < row_tiles:
+                stop = tl.minimum(chunk + CHUNK, row_tiles)
+                last_row = tl.minimum(stop * BLOCK_M, n_q) - 1
+                dead = (
+                    classify_coarse(chunk * BLOCK_M, last_row, j0, j1, q_offset, k_offset, b, h, h, g, data)
+                    == 0
+                )
+                at = tl.where(dead, stop, chunk)
+                t = chunk + tl.arange(0, CHUNK)
+                high = tl.minimum(t * BLOCK_M + BLOCK_M, n_q) - 1
+                kind = classify(
+                    t * BLOCK_M, high, j0, j1, q_offset, k_offset, b, h, h, g, data
+                ) + tl.zeros_like(t)
+                kind = tl.where(t * BLOCK_M + BLOCK_M > n_q, tl.minimum(kind, 1), kind)
+                kind = tl.where(t < stop, kind, 0)
+                while at < stop:
+                    first = tl.min(tl.where((t >= at) & (kind != 0), t, stop), 0)
+                    middle = tl.min(tl.where((t >= first) & (kind != 1), t, stop), 0)
+                    at = tl.min(tl.where((t >= middle) & (kind != 2), t, stop), 0)
+                    dk, dv, sums = absorb_rows(
+                        dk, dv, sums, k, v, first, middle, q_base, do_base, m_ptr + line, low_ptr + line,
+                        delta_ptr + line, q_n, q_d, g_n, g_d, size_d, size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset,
+                        k_offset, b, h, g, scale, seed, threshold, drop_factor, h + h_offset, b + b_offset, data,
+                        derive,
+                        keep, classify, True, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N,
+                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION)  # fmt: skip
+                    dk, dv, sums = absorb_rows(
+                        dk, dv, sums, k, v, middle, at, q_base, do_base, m_ptr + line, low_ptr + line,
+                        delta_ptr + line, q_n, q_d, g_n, g_d, size_d, size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset,
+                        k_offset, b, h, g, scale, seed, threshold, drop_factor, h + h_offset, b + b_offset, data,
+                        derive,
+                        keep, classify, False, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N,
+                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION)  # fmt: skip
+                chunk = stop
+        else:
+            middle = tl.minimum(n_q // BLOCK_M, row_tiles)
+            dk, dv, sums = absorb_rows(
+                dk, dv, sums, k, v, 0, middle, q_base, do_base, m_ptr + line, low_ptr + line, delta_ptr + line,
+                q_n, q_d, g_n, g_d, size_d, size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h, g, scale,
+                seed, threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, False, False,
+                STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP,
+                UNIT,
+                PRECISION)  # fmt: skip
+            dk, dv, sums = absorb_rows(
+                dk, dv, sums, k, v, middle, row_tiles, q_base, do_base, m_ptr + line, low_ptr + line,
+                delta_ptr + line,
+                q_n, q_d, g_n, g_d, size_d, size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h, g, scale,
+                seed, threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, True, False,
+                STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP,
+                UNIT,
+                PRECISION)  # fmt: skip
+        at_line = (b_wide * heads + h) * seqlen_k + key0 + columns
+        store_sums(sums_ptr, sums, batch * heads * seqlen_k, at_line, own, SITES)
+
+    # ---- the second look ----
+    bad = tl.maximum(
+        tl.max(tl.max((dk != dk).to(tl.int32), 1), 0), tl.max(tl.max((dv != dv).to(tl.int32), 1), 0)
+    )
+    again = tl.maximum(again, bad)
+    dk = tl.where(again > 0, 0.0, dk)
+    dv = tl.where(again > 0, 0.0, dv)
+    for member in range(0, tl.where(again > 0, group, 0)):
+        h = g * group + member
+        line = (b_wide * heads + h) * seqlen_q + row0
+        h_wide = tl.cast(h, tl.int64)
+        q_base = q_ptr + (b_wide * q_b + h_wide * q_h + row0 * q_n) * STEP
+        do_base = do_ptr + (b_wide * g_b + h_wide * g_h + row0 * g_n) * STEP
+        sums = start_sums(BLOCK_N, SITES)
+        dk, dv, sums = absorb_rows(
+            dk, dv, sums, k, v, 0, row_tiles, q_base, do_base, m_ptr + line, low_ptr + line, delta_ptr + line,
+            q_n, q_d, g_n, g_d, size_d, size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h, g, scale, seed,
+            threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, True, True, 1, HAS_MASK,
+            HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
+            PRECISION)  # fmt: skip
+        at_line = (b_wide * heads + h) * seqlen_k + key0 + columns
+        store_sums(sums_ptr, sums, batch * heads * seqlen_k, at_line, own, SITES)
+
+    # ---- finish ----
+    d, d_v = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
+    dk_rows = dk_ptr + b_wide * dk_b + g_wide * dk_h + (key0 + columns).to(tl.int64)[:, None] * dk_n
+    dv_rows = dv_ptr + b_wide * dv_b + g_wide * dv_h + (key0 + columns).to(tl.int64)[:, None] * dv_n
+    if DROPOUT:
+        dv = dv * drop_factor
+    tl.store(
+        dk_rows + d[None, :],
+        (dk * scale).to(dk_ptr.dtype.element_ty),
+        mask=own[:, None] & (d < size_d)[None, :],
+    )
+    tl.store(
+        dv_rows + d_v[None, :], dv.to(dv_ptr.dtype.element_ty), mask=own[:, None] & (d_v < size_dv)[None, :]
+    )

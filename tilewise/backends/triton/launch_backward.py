@@ -1,0 +1,445 @@
+"""The backward pass: row statistics, dq, dk and dv, and the gradients of leaves and of the sink."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tilewise.backends.protocol import Gradients, Needs
+from tilewise.backends.triton.backward_tiles import BackwardTiles, choose_backward
+from tilewise.backends.triton.compile import Build, types_of
+from tilewise.backends.triton.launch import (
+    dropout_numbers,
+    four_strides,
+    kernel_launcher,
+    per_batch,
+    precision_of,
+    tables,
+)
+from tilewise.backends.triton.layout import Slots, fill
+from tilewise.backends.triton.leaf_sums import Places, Sites, sort_sites
+from tilewise.backends.triton.machine import machine_of
+from tilewise.backends.triton.source import Entry, argument_types, derivative_roots
+from tilewise.backends.triton.tiles import Tiles, padded
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tilewise.problem import Inputs, Problem
+
+_PLACES = ("seed_ptr", "q_offset_ptr", "k_offset_ptr", "cu_q_ptr", "cu_k_ptr", "used_q_ptr", "used_k_ptr")
+_STRIDES = tuple(f"{t}_{x}:i64" for t in ("q", "k", "v", "g") for x in ("b", "h", "n", "d"))
+_SIZES = ("batch", "heads", "group", "seqlen_q", "seqlen_k")
+_OFFSETS = ("q_offset", "k_offset", "h_offset", "b_offset", "size_d", "size_dv", "threshold:u32")
+_FACTORS = ("scale:fp32", "drop_factor:fp32")
+_SHAPE = ("D_PAD", "DV_PAD", "EVEN", "EVEN_V", "STEP", "UNIT", "PRECISION")
+_ROWS = ("m_ptr", "low_ptr", "delta_ptr")
+_FOLDS = ("derive", "keep", "classify", "classify_coarse")
+
+PREPARE = Entry(
+    "prepare", "tilewise.backends.triton.prepare_kernel", "prepare_program",
+    (
+        "q_ptr", "k_ptr", "v_ptr", "out_ptr", "do_ptr", "lse_ptr", "dlse_ptr", "sink_ptr", *_ROWS, "marks_ptr",
+        *_PLACES, *_STRIDES, "o_b:i64", "o_h:i64", "o_n:i64", "o_d:i64", "l_b:i64", "l_h:i64", "l_n:i64",
+        "dl_b:i64", "dl_h:i64", "dl_n:i64", *_SIZES, "row_tiles", *_OFFSETS, "few", *_FACTORS, "limit:fp32",
+    ),
+    _FOLDS[:3],
+    ("EXACT", "HAS_MASK", "HAS_TERMS", "DROPOUT", "VARLEN", "LAST", "BLOCK_M", "BLOCK_N", *_SHAPE),
+)  # fmt: skip
+KEYS = Entry(
+    "key_gradients", "tilewise.backends.triton.key_kernel", "key_program",
+    (
+        "q_ptr", "k_ptr", "v_ptr", "do_ptr", *_ROWS, "marks_ptr", "dk_ptr", "dv_ptr", "sums_ptr", *_PLACES, *_STRIDES,
+        "dk_b:i64", "dk_h:i64", "dk_n:i64", "dv_b:i64", "dv_h:i64", "dv_n:i64", *_SIZES, "key_tiles", "swizzle",
+        *_OFFSETS, *_FACTORS,
+    ),
+    _FOLDS,
+    (
+        "HAS_MASK", "HAS_TERMS", "DROPOUT", "VARLEN", "LAST", "SITES", "BLOCK_M", "BLOCK_N", "STAGES", *_SHAPE,
+    ),
+)  # fmt: skip
+ROWS = Entry(
+    "row_gradients", "tilewise.backends.triton.row_kernel", "row_program",
+    (
+        "q_ptr", "k_ptr", "v_ptr", "do_ptr", *_ROWS, "marks_ptr", "dq_ptr", "sums_ptr", "pair_ptr", *_PLACES,
+        *_STRIDES, "dq_b:i64", "dq_h:i64", "dq_n:i64", "pair_b:i64", "pair_h:i64", "pair_i:i64", "pair_j:i64", *_SIZES,
+        "row_tiles", "swizzle", *_OFFSETS, *_FACTORS,
+    ),
+    _FOLDS,
+    (
+        "HAS_MASK", "HAS_TERMS", "DROPOUT", "VARLEN", "LAST", "SITES", "PAIR", "PAIR_STEP", "BLOCK_M", "BLOCK_N",
+        "STAGES", *_SHAPE,
+    ),
+)  # fmt: skip
+FEW_KEYS = 64
+"""So few keys that a row may see one only, whose slope must be 0 to the last bit."""
+LARGE = {torch.float32: 8.0, torch.float16: 256.0, torch.bfloat16: 1024.0}
+"""|lse| beyond which its rounding (2^-24 of it, in every weight of the row) is felt beside the type's own."""
+
+
+def site_entry(site: int) -> Entry:
+    """The kernel of one load site."""
+    return Entry(
+        f"site{site}_gradient", "tilewise.backends.triton.site_kernel", "site_program",
+        (
+            "q_ptr", "k_ptr", "v_ptr", "do_ptr", *_ROWS, "target_ptr", *_PLACES, *_STRIDES,
+            "t0:i64", "t1:i64", "t2:i64", "t3:i64", *_SIZES, "row_tiles", "key_tiles", "leaf_batch", "leaf_heads",
+            *_OFFSETS, *_FACTORS,
+        ),
+        (*_FOLDS[:3], f"site{site}_indices"),
+        ("MODE", "SITE", "HAS_MASK", "DROPOUT", "VARLEN", "LAST", "BLOCK_M", "BLOCK_N", *_SHAPE),
+    )  # fmt: skip
+
+
+class Layout(NamedTuple):
+    """(batch, head, token, d) strides of q, k, v, do and out, in units of step elements."""
+
+    strides: tuple[tuple[int, ...], ...]
+    step: int
+    unit: bool
+
+
+def layout_of(problem: Problem, tensors: tuple[Tensor, ...]) -> Layout:
+    """Strides, and the step that divides them all where addresses allow 16-byte rows."""
+    found = [four_strides(problem, t) for t in tensors]
+    unit = all(f[3] == 1 or t.shape[-1] <= 1 for f, t in zip(found, tensors, strict=True))
+    step = 16 // problem.dtype.itemsize
+    aligned = unit and not any(t.data_ptr() & 15 for t in tensors)
+    if not (aligned and not any(x % step for f in found for x in f[:3])):
+        step = 1
+    return Layout(tuple(tuple(x // step for x in f) for f in found), step, unit)
+
+
+class Call:
+    """One backward pass: what its kernels have in common."""
+
+    def __init__(
+        self, problem: Problem, inputs: Inputs, saved: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor | None],
+        slots: Slots,
+    ) -> None:  # fmt: skip
+        self.problem, self.inputs, self.slots = problem, inputs, slots
+        self.out, self.lse = saved
+        self.do, self.dlse = grads
+        self.device = max(inputs.q.get_device(), 0)
+        self.tiles: BackwardTiles = _tiles(problem, machine_of(self.device))
+        self.varlen = problem.options.layout == "varlen"
+        self.layout = layout_of(problem, (inputs.q, inputs.k, inputs.v, self.do, self.out))
+        s = problem.shape
+        self.d, self.dv = padded(s.head_dim), padded(s.head_dim_v)
+        threshold, factor = dropout_numbers(problem, inputs.dropout)
+        first = inputs.q_offset if isinstance(inputs.q_offset, int) else 0
+        first_key = inputs.k_offset if isinstance(inputs.k_offset, int) else 0
+        self.places = (
+            inputs.seed if problem.spec.dropout else None,
+            per_batch(inputs.q_offset, s.batch), per_batch(inputs.k_offset, s.batch),
+            per_batch(inputs.cu_seqlens_q, 1), per_batch(inputs.cu_seqlens_k, 1),
+            per_batch(inputs.seqused_q, 1), per_batch(inputs.seqused_k, 1),
+        )  # fmt: skip
+        self.sizes = (s.batch, s.num_heads_q, max(problem.group, 1), s.seqlen_q, s.seqlen_k)
+        self.offsets = (
+            first, first_key, inputs.h_offset, inputs.b_offset, s.head_dim, s.head_dim_v, threshold
+        )  # fmt: skip
+        self.factors = (inputs.scale, factor)
+        self.data = fill(
+            slots, inputs.leaves, inputs.ints, inputs.floats, tables(slots, inputs.leaves, self.device)
+        )
+        lines = (1 if self.varlen else s.batch) * s.num_heads_q * s.seqlen_q
+        # What lies outside of every sequence is written by nobody, and takes no part.
+        self.m = (
+            inputs.q.new_full((lines,), math.inf, dtype=torch.float32) if self.varlen else self._floats(lines)
+        )
+        self.low, self.delta = self._floats(lines), self._floats(lines)
+        if self.varlen:
+            self.low.zero_()
+            self.delta.zero_()
+        self.marks = inputs.q.new_zeros((max(s.batch, 1) * s.num_heads_q,), dtype=torch.int32)
+
+    def _floats(self, n: int) -> Tensor:
+        return self.inputs.q.new_empty((n,), dtype=torch.float32)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.inputs.q, self.inputs.k, self.inputs.v, self.do)
+
+    @property
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.m, self.low, self.delta
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return tuple(x for f in self.layout.strides[:4] for x in f)
+
+    def constants(self, tiles: Tiles) -> dict[str, Any]:
+        """Every constant that some kernel takes, of which each takes its own."""
+        spec, s = self.problem.spec, self.problem.shape
+        return {
+            "HAS_MASK": spec.keep is not None, "HAS_TERMS": spec.score is not None, "DROPOUT": spec.dropout,
+            "VARLEN": self.varlen, "LAST": self.inputs.q_offset is None, "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n, "STAGES": tiles.stages, "D_PAD": self.d, "DV_PAD": self.dv,
+            "EVEN": self.d == s.head_dim, "EVEN_V": self.dv == s.head_dim_v, "STEP": self.layout.step,
+            "UNIT": self.layout.unit, "PRECISION": precision_of(self.problem.dtype),
+        }  # fmt: skip
+
+    def blocks(self, block: int, rows: bool) -> int:
+        """Tiles of one head along rows or keys; packed, as many as any division into sequences needs."""
+        s = self.problem.shape
+        total = s.seqlen_q if rows else s.seqlen_k
+        return total // block + s.batch if self.varlen else -(-total // block)
+
+    def launch(
+        self, entry: Entry, tiles: Tiles, grid: int, values: tuple[object, ...], **constants: object
+    ) -> None:
+        """Compile at first use and run."""
+        values = (*values, *self.data)
+        names = [a.partition(":")[0] for a in entry.arguments] + list(self.slots.names)
+        aligned = ()
+        if self.layout.step > 1:
+            aligned = tuple(
+                n for n, name in enumerate(names) if name in ("q_ptr", "k_ptr", "v_ptr", "do_ptr", "out_ptr")
+            )
+            aligned += tuple(n for n, name in enumerate(names) if name in ("dq_ptr", "dk_ptr", "dv_ptr"))
+        if constants.get("PAIR_STEP", 1) != 1:
+            aligned += (names.index("pair_ptr"),)
+        aligned += tuple(
+            len(entry.arguments) + at
+            for at, layout in zip(self.slots.leaf_at, self.slots.leaves, strict=True) if layout.step > 1
+        )  # fmt: skip
+        known = self.constants(tiles) | constants
+        build = Build(
+            types_of(names, values, argument_types(entry, self.slots)), aligned,
+            tuple((name, known[name]) for name in entry.constants), tiles.warps, max(tiles.stages, 1),
+        )  # fmt: skip
+        run = kernel_launcher(self.problem, self.slots, entry, build, self.device, (entry,))
+        run(grid, values)
+
+    # ---- the kernels ---------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """m, low and delta of every row."""
+        s, tiles = self.problem.shape, self.tiles.prepare
+        row_tiles = self.blocks(tiles.block_m, True)
+        units = s.num_heads_q * (1 if self.varlen else s.batch)
+        dlse = self.dlse
+
+        def per_row(t: Tensor | None) -> tuple[int, ...]:
+            if t is None:
+                return 0, 0, 0
+            return (0, *t.stride()) if self.varlen else t.stride()
+
+        sink = None if self.inputs.sink is None else self.inputs.sink.detach().contiguous()
+        values = (
+            *self.tensors[:3], self.out, self.do, self.lse, dlse, sink, *self.rows, self.marks, *self.places,
+            *self.strides, *self.layout.strides[4], *per_row(self.lse), *per_row(dlse), *self.sizes, row_tiles,
+            *self.offsets, FEW_KEYS, *self.factors, LARGE[self.problem.dtype],
+        )  # fmt: skip
+        self.launch(PREPARE, tiles, units * row_tiles, values, EXACT=not self.problem.options.subset)
+
+    def key_gradients(self, sites: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """dk, dv and the column sums of some sites, (sites, B, H, columns)."""
+        s, tiles = self.problem.shape, self.tiles.keys
+        dk, dv = (self._gradient(t) for t in (self.inputs.k, self.inputs.v))
+        sums = self._sums(sites, s.seqlen_k)
+        key_tiles = self.blocks(tiles.block_n, False)
+        units = s.num_heads_kv * (1 if self.varlen else s.batch)
+        values = (
+            *self.tensors, *self.rows, self.marks, dk, dv, sums, *self.places, *self.strides,
+            *four_strides(self.problem, dk)[:3], *four_strides(self.problem, dv)[:3], *self.sizes, key_tiles,
+            self.tiles.swizzle, *self.offsets, *self.factors,
+        )  # fmt: skip
+        self.launch(KEYS, tiles, units * key_tiles, values, SITES=sites)
+        return dk, dv, sums
+
+    def row_gradients(
+        self, sites: tuple[int, ...], pair: int, target: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """dq and the row sums of some sites, (sites, B, H, rows); a pairwise leaf's gradient goes to `target`."""
+        s, tiles = self.problem.shape, self.tiles.rows
+        dq, sums = self._gradient(self.inputs.q), self._sums(sites, s.seqlen_q)
+        row_tiles = self.blocks(tiles.block_m, True)
+        units = s.num_heads_q * (1 if self.varlen else s.batch)
+        strides, step = ((0, 0, 0, 0), 1) if target is None else self.pair_strides(pair, target)
+        values = (
+            *self.tensors, *self.rows, self.marks, dq, sums, dq if target is None else target, *self.places,
+            *self.strides, *four_strides(self.problem, dq)[:3], *strides, *self.sizes, row_tiles, self.tiles.swizzle,
+            *self.offsets, *self.factors,
+        )  # fmt: skip
+        self.launch(ROWS, tiles, units * row_tiles, values, SITES=sites, PAIR=pair, PAIR_STEP=step)
+        return dq, sums
+
+    def site_gradient(self, site: int, mode: str, target: Tensor, strides: tuple[int, ...]) -> None:
+        """One site by `site_kernel` into its target."""
+        s, tiles = self.problem.shape, self.tiles.prepare
+        row_tiles, key_tiles = self.blocks(tiles.block_m, True), self.blocks(tiles.block_n, False)
+        units = s.num_heads_q * (1 if self.varlen else s.batch)
+        leaf_batch, leaf_heads = target.shape[:2] if mode == "pairs" else (1, 1)
+        grid = {
+            "pairs": leaf_batch * leaf_heads * row_tiles * key_tiles, "scatter": units * row_tiles,
+            "diagonal": units * (row_tiles + key_tiles - 1),
+        }[mode]  # fmt: skip
+        values = (
+            *self.tensors, *self.rows, target, *self.places, *self.strides, *strides, *self.sizes, row_tiles, key_tiles,
+            leaf_batch, leaf_heads, *self.offsets, *self.factors,
+        )  # fmt: skip
+        self.launch(site_entry(site), tiles, grid, values, MODE=mode, SITE=site)
+
+    # ---- memory --------------------------------------------------------------------------------------------
+
+    def _gradient(self, like: Tensor) -> Tensor:
+        made = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        return made.zero_() if self.varlen else made
+
+    def _sums(self, sites: tuple[int, ...], tokens: int) -> Tensor:
+        s = self.problem.shape
+        shape = (len(sites), 1 if self.varlen else s.batch, s.num_heads_q, tokens)
+        make = self.inputs.q.new_zeros if self.varlen else self.inputs.q.new_empty
+        return make(shape if sites else (1,), dtype=torch.float32)
+
+    def pair_strides(self, site: int, target: Tensor) -> tuple[tuple[int, ...], int]:
+        """Strides of a pairwise leaf's gradient along batch, head, row and column (0 where it has one element), in
+        units of a step that is more than 1 where columns are contiguous and rows aligned; and that step."""
+        names = [str(a.value) for a in derivative_roots(self.problem.spec)[1][site].args]
+        found = dict(zip(names, target.stride(), strict=True))
+        sizes = dict(zip(names, target.shape, strict=True))
+        strides = tuple(found[n] if sizes.get(n, 1) > 1 else 0 for n in ("b", "h", "i", "j"))
+        step = 16 // target.element_size()
+        if strides[3] != 1 or target.data_ptr() & 15 or any(x % step for x in strides[:3]):
+            return strides, 1
+        return (*(x // step for x in strides[:3]), 1), step
+
+
+@functools.lru_cache(maxsize=4096)
+def _tiles(problem: Problem, machine: Any) -> BackwardTiles:
+    return choose_backward(problem, machine)
+
+
+def needs_atomics(problem: Problem, inputs: Inputs, needs: Needs) -> bool:
+    """Whether some leaf's gradient is a gather whose sums have no order."""
+    return bool(any(needs.leaves) and sort_sites(problem, inputs.leaves, tuple(needs.leaves)).scatters)
+
+
+def backward(
+    problem: Problem, inputs: Inputs, saved: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor | None], needs: Needs,
+    slots: Slots,
+) -> Gradients:  # fmt: skip
+    """All gradients that are asked for."""
+    s = problem.shape
+    if 0 in (s.batch, s.num_heads_q, s.seqlen_q, s.seqlen_k):
+        return _nothing(inputs, saved[1], grads[1], needs)
+    call = Call(problem, inputs, saved, grads, slots)
+    sites = (
+        sort_sites(problem, inputs.leaves, tuple(needs.leaves))
+        if any(needs.leaves)
+        else Sites((), (), -1, (), (), ())
+    )
+    call.prepare()
+    leaves = _LeafGradients(call, sites, needs)
+    dq = dk = dv = None
+    if needs.k or needs.v or sites.columns:
+        dk, dv, sums = call.key_gradients(sites.columns)
+        leaves.add_tokens(sites.columns, sums, rows=False)
+    if needs.q or sites.rows or sites.pair >= 0:
+        dq, sums = call.row_gradients(sites.rows, sites.pair, leaves.pair_target)
+        leaves.add_tokens(sites.rows, sums, rows=True)
+    leaves.add_others()
+    sink = _sink_gradient(call) if needs.sink and inputs.sink is not None else None
+    return Gradients(dq, dk, dv, leaves.finish(), sink)
+
+
+def _nothing(inputs: Inputs, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Gradients:
+    """No pair: every gradient is 0, except the sink's where its own weight is all there is."""
+    zeros = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (inputs.q, inputs.k, inputs.v)]
+    leaves = tuple(
+        torch.zeros_like(x) if need else None for x, need in zip(inputs.leaves, needs.leaves, strict=True)
+    )
+    sink = None
+    if needs.sink and inputs.sink is not None:
+        sink = torch.zeros_like(inputs.sink)
+        if dlse is not None and dlse.numel():
+            over = (1,) if lse.ndim == 2 else (0, 2)
+            sink = torch.where(lse == -math.inf, 0.0, dlse).sum(over).to(sink.dtype)
+    return Gradients(*zeros, leaves, sink)
+
+
+def _sink_gradient(call: Call) -> Tensor:
+    """The sink is a key with value 0: ds = -p delta, summed over rows and batch entries."""
+    s, sink = call.problem.shape, call.inputs.sink
+    shape = (1 if call.varlen else s.batch, s.num_heads_q, s.seqlen_q)
+    m, low, delta = (t.view(shape) for t in call.rows)
+    logit = sink.detach().to(torch.float32).view(1, -1, 1)  # type: ignore[union-attr]
+    log2e = math.log2(math.e)
+    ds = torch.where(logit == -math.inf, 0.0, -torch.exp2((logit - m) * log2e - low) * delta)
+    return ds.sum((0, 2)).to(sink.dtype)  # type: ignore[union-attr]
+
+
+class _LeafGradients:
+    """Sums of the sites, gathered into the gradients of their leaves."""
+
+    def __init__(self, call: Call, sites: Sites, needs: Needs) -> None:
+        self.call, self.sites = call, sites
+        self.nodes = derivative_roots(call.problem.spec)[1]
+        self.places = Places(call.problem, call.inputs)
+        leaves = call.inputs.leaves
+        self.pair_slot = int(self.nodes[sites.pair].value) if sites.pair >= 0 else -1  # type: ignore[arg-type]
+        self.pair_target = torch.zeros_like(leaves[self.pair_slot]) if sites.pair >= 0 else None
+        self.totals: list[Tensor | None] = [
+            torch.zeros(leaf.shape, dtype=torch.float32, device=leaf.device)
+            if need and n != self.pair_slot
+            else None
+            for n, (leaf, need) in enumerate(zip(leaves, needs.leaves, strict=True))
+        ]
+        self.types = [leaf.dtype for leaf in leaves]
+
+    def _total(self, site: int) -> Tensor:
+        found = self.totals[int(self.nodes[site].value)]  # type: ignore[arg-type]
+        assert found is not None  # every sorted site belongs to a wanted leaf
+        return found
+
+    def add_tokens(self, sites: tuple[int, ...], sums: Tensor, rows: bool) -> None:
+        """Row or column sums (sites, B, H, tokens)."""
+        if sites:
+            variables = self.places.tokens(rows)
+            for n, site in enumerate(sites):
+                self.places.add(self.nodes[site], sums[n].unsqueeze(-1), self._total(site), variables)
+
+    def add_others(self) -> None:
+        """The sites that have kernels of their own."""
+        call, s = self.call, self.call.problem.shape
+        for site in self.sites.scatters:
+            total = self._total(site)
+            strides = (*total.stride(), 0, 0, 0, 0)[:4]
+            call.site_gradient(site, "scatter", total, strides)
+        for site in self.sites.pairs:
+            total = self._total(site)
+            names = [str(a.value) for a in self.nodes[site].args]
+            order = [names.index(n) for n in ("b", "h", "i", "j") if n in names]
+            view = total.permute(order)
+            for axis, name in enumerate(("b", "h", "i", "j")):
+                if name not in names:
+                    view = view.unsqueeze(axis)
+            part = torch.zeros_like(view)
+            call.site_gradient(site, "pairs", part, part.stride())
+            view += part
+        for site in self.sites.diagonals:
+            size = call.tiles.prepare.block_m
+            row_tiles, key_tiles = -(-s.seqlen_q // size), -(-s.seqlen_k // size)
+            lines = row_tiles + key_tiles - 1
+            parts = call.inputs.q.new_empty((s.batch, s.num_heads_q, lines, 2, size), dtype=torch.float32)
+            call.site_gradient(site, "diagonal", parts, (0, 0, 0, 0))
+            # Diagonals below a tile's own are those at or above the own of the tile before.
+            sums = torch.zeros(
+                (s.batch, s.num_heads_q, lines + 1, size), dtype=torch.float32, device=parts.device
+            )
+            sums[:, :, 1:] += parts[:, :, :, 0]
+            sums[:, :, :-1] += parts[:, :, :, 1]
+            variables = self.places.diagonals(-row_tiles * size, (lines + 1) * size)
+            self.places.add(self.nodes[site], sums.flatten(2).unsqueeze(-1), self._total(site), variables)
+
+    def finish(self) -> tuple[Tensor | None, ...]:
+        """Gradients in the leaves' types."""
+        found = [None if t is None else t.to(dtype) for t, dtype in zip(self.totals, self.types, strict=True)]
+        if self.pair_target is not None:
+            found[self.pair_slot] = self.pair_target
+        return tuple(found)

@@ -1,0 +1,224 @@
+"""dq of a tile of rows, and what leaves get per row or per pair. See `backward_words`.
+
+Grid: x = heads * row tiles (of all batch entries, or of the packed tokens). One program owns BLOCK_M rows of one query
+head and loops over the key tiles: s, dp, dq += ds k.
+Registers: dq (BLOCK_M, D). Shared memory: q and do, and STAGES of k and v.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.triton.backward_words import (
+    CHUNK,
+    INF,
+    add_sums,
+    contribution,
+    finite,
+    start_sums,
+    store_sums,
+    weights,
+)
+from tilewise.backends.triton.forward_kernel import find_sequence, load_tile, position_offset, sequence_length
+from tilewise.backends.triton.philox import kept_tile
+
+
+@triton.jit
+def store_pairs(ptr, part, i, j, pair_i, pair_j, mask, STEP: tl.constexpr):
+    """Write a tile of a leaf that has an element for each pair; pair_i is in units of STEP, which, if not 1, says that
+    columns are contiguous."""
+    if STEP > 1:
+        at = i.to(tl.int64) * pair_i * STEP + j
+    else:
+        at = i.to(tl.int64) * pair_i + j.to(tl.int64) * pair_j
+    tl.store(ptr + at, part.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def absorb_keys(
+    dq, sums, q, do, m, low, delta, first, last, k_ptr, v_ptr, pair_ptr, k_n, k_d, v_n, v_d, pair_i, pair_j, size_d,
+    size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset, k_offset, b, h, g, scale, seed, threshold, drop_factor, h_word,
+    b_word, data, derive, keep, classify,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr, STAGES: tl.constexpr, HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr,
+    DROPOUT: tl.constexpr, SITES: tl.constexpr, PAIR: tl.constexpr,
+    PAIR_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq and the row sums after the key tiles first .. last - 1."""
+    for t in tl.range(first, last, num_stages=STAGES):
+        j0 = t * BLOCK_N
+        columns = j0 + tl.arange(0, BLOCK_N)
+        inside = columns < n_k
+        if MASKED and HAS_MASK:
+            inside = inside & (classify(i0, i1, columns, columns, q_offset, k_offset, b, h, h, g, data) != 0)
+        k = load_tile(k_ptr, columns, k_n, k_d, size_d, inside, MASKED, D_PAD, EVEN, STEP, UNIT)
+        v = load_tile(v_ptr, columns, v_n, v_d, size_dv, inside, MASKED, DV_PAD, EVEN_V, STEP, UNIT)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        j = columns[None, :]
+        k_pos = j + k_offset
+        p, found = weights(
+            s, m[:, None], low[:, None], scale, i, j, q_pos, k_pos, b, h, g, data, derive, HAS_TERMS, CAREFUL
+        )
+        if MASKED:
+            visible = inside[None, :] & (i < n_q)
+            if HAS_MASK:
+                visible = visible & keep(s, i, j, q_pos, k_pos, b, h, g, data)
+            if CAREFUL:
+                visible = visible & (m != INF)[:, None]
+            p = tl.where(visible, p, 0.0)
+        if DROPOUT:
+            kept = kept_tile(q_pos, j0 + k_offset, h_word, b_word, seed, threshold, BLOCK_M, BLOCK_N)
+            dp = tl.where(kept, dp * drop_factor, 0.0)
+        ds = p * (dp - delta[:, None])
+        if CAREFUL:
+            ds = tl.where(visible, ds, 0.0)
+            k = finite(k)
+        sums = add_sums(sums, p, ds, found, SITES)
+        if PAIR >= 0:
+            part = contribution(p, ds, found[2 + PAIR])
+            store_pairs(pair_ptr, part, i, j, pair_i, pair_j, (i < n_q) & (j < n_k), PAIR_STEP)
+        if HAS_TERMS:
+            ds = contribution(p, ds, found[1])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq, sums
+
+
+@triton.jit
+def row_program(
+    q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dq_ptr, sums_ptr, pair_ptr,
+    seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h, dq_n,
+    pair_b, pair_h, pair_i, pair_j, batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle,
+    q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
+    data, derive, keep, classify, classify_coarse,
+    HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, LAST: tl.constexpr,
+    SITES: tl.constexpr, PAIR: tl.constexpr,
+    PAIR_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: see the header. Strides of q, k, v and do are in units of STEP elements."""
+    # ---- which rows ----
+    units = heads if VARLEN else batch * heads
+    per = row_tiles * swizzle
+    section = tl.program_id(0) // per
+    inner = tl.program_id(0) - section * per
+    width = tl.minimum(units - section * swizzle, swizzle)
+    tile = row_tiles - 1 - inner // width
+    unit = section * swizzle + inner % width
+    if VARLEN:
+        b, tile = find_sequence(cu_q_ptr, tile, batch, seqlen_q, BLOCK_M)
+        h = unit
+        row0, n_q = sequence_length(cu_q_ptr, used_q_ptr, b, seqlen_q)
+        key0, n_k = sequence_length(cu_k_ptr, used_k_ptr, b, seqlen_k)
+        tensor_b = 0
+    else:
+        b, h = unit // heads, unit % heads
+        row0, n_q, key0, n_k = 0, seqlen_q, 0, seqlen_k
+        tensor_b = b
+    g = h // group
+    q_offset = position_offset(q_offset, q_offset_ptr, b, n_k - n_q, LAST)
+    k_offset = position_offset(k_offset, k_offset_ptr, b, 0, False)
+    i0 = tile * BLOCK_M
+    rows = i0 + tl.arange(0, BLOCK_M)
+    i1 = tl.minimum(i0 + BLOCK_M, n_q) - 1
+    own = rows < n_q
+    i = rows[:, None]
+    q_pos = i + q_offset
+    b_wide, g_wide, h_wide = tl.cast(tensor_b, tl.int64), tl.cast(g, tl.int64), tl.cast(h, tl.int64)
+    q_base = q_ptr + (b_wide * q_b + h_wide * q_h + row0 * q_n) * STEP
+    do_base = do_ptr + (b_wide * g_b + h_wide * g_h + row0 * g_n) * STEP
+    k_base = k_ptr + (b_wide * k_b + g_wide * k_h + key0 * k_n) * STEP
+    v_base = v_ptr + (b_wide * v_b + g_wide * v_h + key0 * v_n) * STEP
+    pair_base = pair_ptr + (b_wide * pair_b + h_wide * pair_h) * PAIR_STEP
+    q = load_tile(q_base, rows, q_n, q_d, size_d, own, True, D_PAD, EVEN, STEP, UNIT)
+    do = load_tile(do_base, rows, g_n, g_d, size_dv, own, True, DV_PAD, EVEN_V, STEP, UNIT).to(q.dtype)
+    line = (b_wide * heads + h) * seqlen_q + row0 + rows
+    m = tl.load(m_ptr + line, mask=own, other=INF)
+    low = tl.load(low_ptr + line, mask=own, other=0.0)
+    delta = tl.load(delta_ptr + line, mask=own, other=0.0)
+    again = tl.load(marks_ptr + b * heads + h)
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(seed_ptr)
+
+    # ---- its keys ----
+    tiles = tl.where(i0 < n_q, tl.cdiv(n_k, BLOCK_N), 0)
+    end = tl.where(again > 0, 0, tiles)
+    dq = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    sums = start_sums(BLOCK_M, SITES)
+    if HAS_MASK:
+        chunk = 0
+        while chunk < end:
+            stop = tl.minimum(chunk + CHUNK, end)
+            last_column = tl.minimum(stop * BLOCK_N, n_k) - 1
+            dead = (
+                classify_coarse(i0, i1, chunk * BLOCK_N, last_column, q_offset, k_offset, b, h, h, g, data)
+                == 0
+            )
+            at = tl.where(dead, stop, chunk)
+            t = chunk + tl.arange(0, CHUNK)
+            high = tl.minimum(t * BLOCK_N + BLOCK_N, n_k) - 1
+            kind = classify(i0, i1, t * BLOCK_N, high, q_offset, k_offset, b, h, h, g, data) + tl.zeros_like(
+                t
+            )
+            kind = tl.where(t * BLOCK_N + BLOCK_N > n_k, tl.minimum(kind, 1), kind)
+            kind = tl.where(t < stop, kind, 0)
+            while at < stop:
+                first = tl.min(tl.where((t >= at) & (kind != 0), t, stop), 0)
+                middle = tl.min(tl.where((t >= first) & (kind != 2), t, stop), 0)
+                at = tl.min(tl.where((t >= middle) & (kind != 1), t, stop), 0)
+                dq, sums = absorb_keys(
+                    dq, sums, q, do, m, low, delta, first, middle, k_base, v_base, pair_base, k_n, k_d, v_n, v_d,
+                    pair_i, pair_j, size_d, size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset, k_offset, b, h, g, scale,
+                    seed, threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, False,
+                    False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD,
+                    DV_PAD, EVEN, EVEN_V,
+                    STEP, UNIT, PRECISION)  # fmt: skip
+                dq, sums = absorb_keys(
+                    dq, sums, q, do, m, low, delta, middle, at, k_base, v_base, pair_base, k_n, k_d, v_n, v_d,
+                    pair_i, pair_j, size_d, size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset, k_offset, b, h, g, scale,
+                    seed, threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, True,
+                    False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD,
+                    DV_PAD, EVEN, EVEN_V,
+                    STEP, UNIT, PRECISION)  # fmt: skip
+            chunk = stop
+    else:
+        middle = tl.minimum(n_k // BLOCK_N, end)
+        dq, sums = absorb_keys(
+            dq, sums, q, do, m, low, delta, 0, middle, k_base, v_base, pair_base, k_n, k_d, v_n, v_d, pair_i, pair_j,
+            size_d, size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset, k_offset, b, h, g, scale, seed, threshold,
+            drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, False, False, STAGES, HAS_MASK,
+            HAS_TERMS, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
+            PRECISION)  # fmt: skip
+        dq, sums = absorb_keys(
+            dq, sums, q, do, m, low, delta, middle, end, k_base, v_base, pair_base, k_n, k_d, v_n, v_d, pair_i,
+            pair_j,
+            size_d, size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset, k_offset, b, h, g, scale, seed, threshold,
+            drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, True, False, STAGES, HAS_MASK,
+            HAS_TERMS, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
+            PRECISION)  # fmt: skip
+
+    # ---- the second look ----
+    again = tl.maximum(again, tl.max(tl.max((dq != dq).to(tl.int32), 1), 0))
+    dq = tl.where(again > 0, 0.0, dq)
+    if again > 0:
+        sums = start_sums(BLOCK_M, SITES)
+    dq, sums = absorb_keys(
+        dq, sums, q, do, m, low, delta, 0, tl.where(again > 0, tiles, 0), k_base, v_base, pair_base, k_n, k_d, v_n,
+        v_d,
+        pair_i, pair_j, size_d, size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset, k_offset, b, h, g, scale, seed,
+        threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, True, True, 1, HAS_MASK,
+        HAS_TERMS, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
+        PRECISION)  # fmt: skip
+
+    # ---- finish ----
+    store_sums(sums_ptr, sums, batch * heads * seqlen_q, line, own, SITES)
+    d = tl.arange(0, D_PAD)
+    dq_rows = dq_ptr + b_wide * dq_b + h_wide * dq_h + (row0 + rows).to(tl.int64)[:, None] * dq_n
+    tl.store(
+        dq_rows + d[None, :],
+        (dq * scale).to(dq_ptr.dtype.element_ty),
+        mask=own[:, None] & (d < size_d)[None, :],
+    )

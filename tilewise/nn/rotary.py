@@ -1,0 +1,56 @@
+"""Rotary position embedding as a module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tilewise.errors import OptionError, ShapeError, message
+
+
+class Rotary(nn.Module):
+    """Turns pairs of entries of q and k by angles that grow with the position.
+
+    Args:
+        dim: how many entries of a head are turned, even; the others stay.
+        base: pair n of dim / 2 turns by base^(-2 n / dim) radians per position.
+        interleaved: pairs are (2 n, 2 n + 1), as in GPT-J; otherwise (n, n + dim / 2), as in Llama.
+
+    Angles are computed in float32 (float64 for float64), the result has the input's dtype.
+    Raises OptionError for an odd or non-positive dim.
+
+    Source: Su et al., RoFormer, 2021, https://arxiv.org/abs/2104.09864, equation 34.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(self, dim: int, *, base: float = 10000.0, interleaved: bool = False) -> None:
+        super().__init__()
+        if dim < 2 or dim % 2:
+            raise OptionError(f"rotary turns pairs: dim is even and at least 2, not {dim}")
+        self.dim, self.base, self.interleaved = dim, base, interleaved
+        powers = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+        self.register_buffer("inv_freq", base**-powers, persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x (B, H, N, D) at positions (N,) or (B, N), integers -> the same shape.
+
+        Raises ShapeError where D is smaller than `dim`.
+        """
+        if x.shape[-1] < self.dim:
+            raise ShapeError(message(f"rotary turns {self.dim} entries of each head", {"x": x}))
+        wide = torch.promote_types(x.dtype, torch.float32)
+        angles = positions.to(torch.float64)[..., None] * self.inv_freq.to(torch.float64)
+        angles = angles if positions.ndim == 1 else angles[:, None]
+        cos, sin = angles.cos().to(wide), angles.sin().to(wide)
+        part = x[..., : self.dim].to(wide)
+        if self.interleaved:
+            a, b = part[..., 0::2], part[..., 1::2]
+            turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+        else:
+            a, b = part.chunk(2, -1)
+            turned = torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+        return torch.cat((turned.to(x.dtype), x[..., self.dim :]), -1)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, base={self.base}, interleaved={self.interleaved}"
