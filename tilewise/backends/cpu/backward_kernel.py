@@ -272,7 +272,7 @@ def build_backward(isa: Isa, dtype: str) -> Any:
             dq = load_i64(a, P.part_dq) + split * load_i64(a, P.total_rows) * dq_rows * ROW
             dq += (load_i64(seg, SEGMENT.first_tile) + head * blocks) * dq_rows * ROW
             for number in range(blocks):
-                rows = set_lanes(a, w, seg, head, number * BLOCK_ROWS)
+                rows = set_lanes(a, w, seg, head, number * BLOCK_ROWS, BLOCK_ROWS)
                 ready = False
                 # With `exact` the rows' statistics come first: they are pass 0, their gradients pass 1.
                 for step in range(0 if exact else 1, 2):
@@ -379,7 +379,7 @@ def build_finish(isa: Isa, dtype: str) -> Any:
             blocks = (total + BLOCK_ROWS - 1) // BLOCK_ROWS
             wrong = 0
             for number in range(blocks):
-                set_lanes(a, w, seg, unit, number * BLOCK_ROWS)
+                set_lanes(a, w, seg, unit, number * BLOCK_ROWS, BLOCK_ROWS)
                 tile = (
                     load_i64(a, P.part_dq)
                     + (load_i64(seg, SEGMENT.first_tile) + unit * blocks + number) * dq_rows * ROW

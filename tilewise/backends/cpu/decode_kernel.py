@@ -155,7 +155,7 @@ def build_decode(isa: Isa, dtype: str) -> Any:
             count = load_i64(seg, SEGMENT.rows) * (group if packed else 1)
             local = task - load_i64(seg, SEGMENT.first_task)
             split, unit = local % splits, local // splits
-            rows = set_lanes(a, w, seg, unit, 0)
+            rows = set_lanes(a, w, seg, unit, 0, STRIP)
             span = (split * chunk, min(keys, split * chunk + chunk))
             acc, acc_row = attend(a, w, seg, rows, unit, span, count)
             part = close_rows(a, w, seg, split, count, 1)

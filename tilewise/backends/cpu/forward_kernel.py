@@ -163,9 +163,14 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops) -> Any:
             + heads * load_i64(a, P.v_h)
             + key0 * load_i64(a, P.v_n)
         )
-        fill(acc, dim_v * BLOCK_ROWS, f32(0.0))
-        fill(w + LANES.m, BLOCK_ROWS, f32(-math.inf))
-        fill(w + LANES.l, BLOCK_ROWS, f32(0.0))
+        used = strips * STRIP
+        if strips * 2 > BLOCK_ROWS // STRIP:
+            fill(acc, dim_v * BLOCK_ROWS, f32(0.0))
+        else:
+            for d in range(dim_v):
+                fill(acc + d * ROW, used, f32(0.0))
+        fill(w + LANES.m, used, f32(-math.inf))
+        fill(w + LANES.l, used, f32(0.0))
         j = keys[0]
         while j < keys[1]:
             kind, n = next_run(a, w, rows, j, keys[1], block)
@@ -174,7 +179,7 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops) -> Any:
                 if half:
                     widen(at, row, n, dim, spare)
                     at, row = spare, dim * 4
-                fill(w + LANES.top, BLOCK_ROWS, f32(-math.inf))
+                fill(w + LANES.top, used, f32(-math.inf))
                 scores(at, row, qt, dim, s, w + LANES.top, n, strips)
                 fold = load_i64(a, P.fold_full) if kind == FULL else load_i64(a, P.fold_partial)
                 if fold:
@@ -220,7 +225,7 @@ def build_forward(isa: Isa, dtype: str) -> Any:
             unit = local // splits // blocks
             count = min(BLOCK_ROWS, total - first)
             strips = (count + STRIP - 1) // STRIP
-            rows = set_lanes(a, w, seg, unit, first)
+            rows = set_lanes(a, w, seg, unit, first, strips * STRIP)
             attend(
                 a,
                 w,

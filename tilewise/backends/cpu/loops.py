@@ -173,25 +173,22 @@ def build_loops(isa: Isa, micro: Micro) -> Loops:
         return base + low * SEGMENT.size * 8
 
     @njit(**JIT)
-    def set_lanes(a, w, seg, unit, first):
-        """Rows, positions and heads of the 64 lanes that begin at row `first` of the head or group `unit`."""
+    def set_lanes(a, w, seg, unit, first, lanes_used):
+        """Rows, positions and heads of the lanes that begin at row `first` of the head or group `unit`."""
         group, packed = load_i64(a, P.group), load_i64(a, P.packed)
         total = load_i64(seg, SEGMENT.rows) * (group if packed else 1)
         offset = load_i64(seg, SEGMENT.q_offset)
-        for x in range(BLOCK_ROWS):
+        q_h, q_n = load_i64(a, P.q_h), load_i64(a, P.q_n)
+        base = load_i64(a, P.q) + load_i64(seg, SEGMENT.tensor_b) * load_i64(a, P.q_b)
+        base += load_i64(seg, SEGMENT.row0) * q_n
+        for x in range(lanes_used):
             r = min(first + x, total - 1)
             i = r // group if packed else r
             h = unit * group + r % group if packed else unit
             store_i32(w + LANES.i, x, i32(i))
             store_i32(w + LANES.q, x, i32(i + offset))
             store_i32(w + LANES.h, x, i32(h))
-            row = (
-                load_i64(a, P.q)
-                + load_i64(seg, SEGMENT.tensor_b) * load_i64(a, P.q_b)
-                + h * load_i64(a, P.q_h)
-            )
-            row += (load_i64(seg, SEGMENT.row0) + i) * load_i64(a, P.q_n)
-            store_i64(w + LANES.row_address, x, row)
+            store_i64(w + LANES.row_address, x, base + h * q_h + i * q_n)
         last = min(first + BLOCK_ROWS, total) - 1
         n = w + LANES.numbers
         store_i32(n, NUMBER.b, i32(load_i64(seg, SEGMENT.b)))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tilewise.backends.cpu.slots import Slots
     from tilewise.problem import Inputs, Problem
 
-ALONE = 200_000
+ALONE = 600_000
 """Multiply-adds of a call below which waking other threads takes longer than it saves."""
 SMALL = 4096
 """Rows up to which a block keeps memory for an lse that nobody asked for."""
