@@ -147,21 +147,26 @@ def _loaded(steps: list[tuple[Range, Range]], order: Order, capacity: int) -> li
     """Rows of each part that passes by and is not there, in these steps; what was used last is, as far as it fits."""
     recent: OrderedDict[tuple[int, Range], int] = OrderedDict()
     loaded = [0] * len(order.passes)
-    parts = [(False, part) for part in order.stays] + [(True, part) for part in order.passes]
+    # In the order of their last use in a step: what is made for the outer tile is written after what passed.
+    parts = [(0, part, -1) for part in order.stays if not part.made]
+    parts += [(1, part, number) for number, part in enumerate(order.passes)]
+    parts += [(0, part, -1) for part in order.stays if part.made]
     used = 0
     for step in steps:
-        for number, (passes, part) in enumerate(parts):
-            start, stop = step[passes]
-            key = number, (start, stop)
+        for place, (side, part, number) in enumerate(parts):
+            start, stop = step[side]
+            key = place, (start, stop)
             if key in recent:
                 recent.move_to_end(key)
                 continue
-            if passes:
-                loaded[number - len(order.stays)] += stop - start
+            if number >= 0:
+                loaded[number] += stop - start
+            while used + part.width * (stop - start) > capacity and recent:
+                used -= recent.popitem(last=False)[1]
             recent[key] = part.width * (stop - start)
             used += recent[key]
         scores = order.scores * (step[0][1] - step[0][0]) * (step[1][1] - step[1][0])
-        while used + scores > capacity and len(recent) > len(parts):
+        while used + scores > capacity and recent:
             used -= recent.popitem(last=False)[1]
     return loaded
 

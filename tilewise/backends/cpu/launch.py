@@ -116,6 +116,13 @@ def splits_of(problem: Problem, piece: Piece, decode: bool = False) -> tuple[int
     return max(1, -(-piece.keys // chunk)), chunk
 
 
+def key_block(problem: Problem, decode: bool) -> int:
+    """Keys of a forward block."""
+    if decode:
+        return DECODE_BLOCK
+    return pair_launch.KEY_BLOCK if uses_pairs(detect(), NAMES.get(problem.dtype, "")) else KEY_BLOCK
+
+
 def scratch_bytes(problem: Problem, key_block: int = KEY_BLOCK) -> int:
     """Bytes of one thread's forward scratch."""
     s = problem.shape
@@ -303,4 +310,4 @@ def plan(problem: Problem) -> Schedule:
         "a call whose result is not finite is done again by blockwise, and so is the backward of a large shared leaf",
     )
     loop = "keys, all rows of a KV head together" if decode else "rows outer, keys inner"
-    return Schedule(BLOCK_ROWS, DECODE_BLOCK if decode else KEY_BLOCK, loop, splits, workspace, notes=notes)
+    return Schedule(BLOCK_ROWS, key_block(problem, decode), loop, splits, workspace, notes=notes)

@@ -17,7 +17,7 @@ from tilewise.backends.cpu.backward_rows import Operands
 from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP
 from tilewise.backends.cpu.loops import FULL, JIT, Loops, f32, kernel
 from tilewise.backends.cpu.micro import ROW, Micro, indirect, load_f32, load_i64
-from tilewise.backends.cpu.pair_forward import build_settle
+from tilewise.backends.cpu.pair_forward import STRIPS, build_settle
 from tilewise.backends.cpu.pair_launch import GROUP
 from tilewise.backends.cpu.pair_loops import build_pair_loops
 from tilewise.backends.cpu.pairs import Pairs
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from tilewise.backends.cpu.isa import Isa
 
 call_slopes = indirect(types.void, 9)
-STRIPS = BLOCK_ROWS // STRIP
 
 
 @kernel

@@ -25,11 +25,13 @@ from tilewise.backends.cpu.parameters import LANES, SEGMENT, P
 if TYPE_CHECKING:
     from tilewise.backends.cpu.isa import Isa
 
+STRIPS = BLOCK_ROWS // STRIP
+
 
 @kernel
 def build_settle(pairs: Pairs, fill: Any) -> tuple[Any, Any]:
     """fold and settle: raw scores of a tile become scores with their terms and mask, and the lanes' maxima."""
-    lift, highest = pairs.lift, pairs.highest
+    lift, highest, highest_of_all = pairs.lift, pairs.highest(1), pairs.highest(STRIPS)
 
     @njit(**JIT)
     def fold(a, w, s, run, strips):
@@ -49,9 +51,12 @@ def build_settle(pairs: Pairs, fill: Any) -> tuple[Any, Any]:
         """fold; then the maxima to `top`, and -inf in the rows that fill the last group of keys."""
         scale, n = fold(a, w, s, run, strips), run[2]
         if not (load_i64(a, P.fold_full) if run[0] == FULL else load_i64(a, P.fold_partial)):
-            for strip in range(strips):
-                at = strip * STRIP * 4
-                highest(s + at, w + LANES.top + at, n, scale)
+            if strips == STRIPS:
+                highest_of_all(s, w + LANES.top, n, scale)
+            else:
+                for strip in range(strips):
+                    at = strip * STRIP * 4
+                    highest(s + at, w + LANES.top + at, n, scale)
         last = (n + GROUP - 1) // GROUP * GROUP
         fill(s + n * ROW, (last - n) * BLOCK_ROWS, f32(-math.inf))
         return scale
@@ -65,12 +70,10 @@ def build_pair_attend(isa: Isa, micro: Micro, loops: Loops) -> Any:
     pairs = Pairs(isa)
     shared: PairLoops = build_pair_loops(isa, pairs)
     scores, weighted, turn, pack = shared.scores, shared.weighted, shared.turn, shared.pack
-    (_, settle), advance, wide_exponentials = (
-        build_settle(pairs, loops.fill),
-        micro.advance,
-        micro.exponentials,
-    )
-    exponentials, zip_tile, rescale, lanes = pairs.exponentials, pairs.zip_tile, pairs.rescale, isa.lanes
+    _, settle = build_settle(pairs, loops.fill)
+    advance, wide_exponentials = pairs.advance, micro.exponentials
+    exponentials, exponentials_of_all = pairs.exponentials(1), pairs.exponentials(STRIPS)
+    zip_tile, rescale, lanes = pairs.zip_tile, pairs.rescale, isa.lanes
     fill, drop, next_run, lift = loops.fill, loops.drop, loops.next_run, pairs.lift
 
     @njit(**JIT)
@@ -91,6 +94,8 @@ def build_pair_attend(isa: Isa, micro: Micro, loops: Loops) -> Any:
             drop(a, w, seg, s, run[1], run[2], strips)
             for strip in range(strips):
                 zip_tile(s + strip * STRIP * 4, whole // 2)
+        elif strips == STRIPS:
+            exponentials_of_all(s, w + LANES.pivot, w + LANES.l, whole // 2, factor)
         else:
             for strip in range(strips):
                 at = strip * STRIP * 4

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 GROUP = 32
 """Keys of a group, and what head sizes are padded to: the side of one product of pairs."""
 
+KEY_BLOCK = 128
+"""Keys of a forward block: its scores, 32 KiB, stay in the first-level cache."""
+
 
 def padded(size: int) -> int:
     """The size in whole groups."""

@@ -117,7 +117,7 @@ def build_layouts(isa: Isa, pairs: Pairs) -> tuple[Any, Any, Any, Any]:
 def build_pair_loops(isa: Isa, pairs: Pairs) -> PairLoops:
     """The shared loops for one target."""
     pack, group, turn, natural = build_layouts(isa, pairs)
-    fresh, added = pairs.block(False), pairs.block(True)
+    fresh, added, added_near = pairs.block(False), pairs.block(True), pairs.block(True, foresee=False)
 
     @njit(**JIT)
     def scores(k, row, keys, dim, qp, s, strips, spare):
@@ -126,28 +126,24 @@ def build_pair_loops(isa: Isa, pairs: Pairs) -> PairLoops:
         j = 0
         while j < keys:
             at, at_row = group(k + j * row, row, keys - j, dim, spare)
+            later = at + GROUP * at_row
             for strip in range(0, strips, 2):
                 x = strip * STRIP * 4
-                fresh(at, at_row, 2 * GROUP, qp + x, ROW, depth, s + j * ROW + x, ROW)
+                fresh(at, at_row, 2 * GROUP, qp + x, ROW, depth, s + j * ROW + x, ROW, later)
+                later += GROUP // 2 * at_row
             j += GROUP
 
     @njit(**JIT)
     def weighted(turned, dim, p, keys, acc, strips):
         """acc[d][lane] += sum over keys of turned groups and weights in pairs."""
-        end = (dim + GROUP - 1) // GROUP * GROUP
+        end, steps = (dim + GROUP - 1) // GROUP * GROUP, (keys + GROUP - 1) // GROUP
         for d in range(0, end, GROUP):
+            # After the last numbers come the next groups of keys.
+            later = turned + (d + GROUP if d + GROUP < end else steps * end) * 64
             for strip in range(0, strips, 2):
                 x = strip * STRIP * 4
-                added(
-                    turned + d * 64,
-                    64,
-                    end * 64,
-                    p + x,
-                    ROW,
-                    (keys + GROUP - 1) // GROUP,
-                    acc + d * ROW + x,
-                    ROW,
-                )
+                added(turned + d * 64, 64, end * 64, p + x, ROW, steps, acc + d * ROW + x, ROW, later)
+                later += GROUP // 2 * 64
 
     @njit(**JIT)
     def outer(rows, columns, dim, c, keys):
@@ -155,6 +151,7 @@ def build_pair_loops(isa: Isa, pairs: Pairs) -> PairLoops:
         end = (dim + GROUP - 1) // GROUP * GROUP
         for j in range(0, keys, GROUP):
             for d in range(0, end, GROUP):
-                added(rows + j * ROW, ROW, 64, columns + d * 4, end * 4, 2, c + (j * end + d) * 4, end * 4)
+                at = c + (j * end + d) * 4
+                added_near(rows + j * ROW, ROW, 64, columns + d * 4, end * 4, 2, at, end * 4, rows + j * ROW)
 
     return PairLoops(pack, group, turn, scores, weighted, natural, outer)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 DEGREE = 4
 """Of the polynomial of weights that become bf16: 2.8e-6 beside their rounding of 2e-3, and l is summed of them."""
+STALE = 5.0
+"""A running maximum may be this much too low, in natural units."""
 _HIGH = -65536
 
 
@@ -63,10 +65,12 @@ def _zip(w: Words, x: ir.Value, y: ir.Value) -> ir.Value:
     return b.or_(low, b.and_(b.add(b.bitcast(y, w.i), half), w.n(_HIGH)))
 
 
-def _halves(w: Words, pair: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The low and the high numbers of a vector of pairs, as int16."""
-    short = ir.VectorType(I16, w.lanes)
-    return w.b.trunc(pair, short), w.b.trunc(w.b.lshr(pair, w.n(16)), short)
+def _round(w: Words, x: ir.Value, y: ir.Value) -> ir.Value:
+    """Two float32 vectors as one vector of bf16, x first, as int16."""
+    b, half, shorts = w.b, w.n(0x8000), ir.VectorType(I16, 2 * w.lanes)
+    halves = [b.bitcast(b.add(b.bitcast(v, w.i), half), shorts) for v in (x, y)]
+    odd = ir.Constant(ir.VectorType(I32, 2 * w.lanes), [2 * n + 1 for n in range(2 * w.lanes)])
+    return b.shuffle_vector(*halves, odd)
 
 
 class Pairs:
@@ -111,16 +115,19 @@ class Pairs:
 
         return _emit(_void(1), body, "unused")
 
-    def block(self, added: bool) -> Any:
-        """block(A, row bytes, step bytes, B, row bytes, steps, C, row bytes): C = or C += the product."""
+    def block(self, added: bool, foresee: bool = True) -> Any:
+        """block(A, row bytes, step bytes, B, row bytes, steps, C, row bytes, ahead): C = or C += the product.
+
+        `ahead`: where 16 rows of an A that comes later lie, asked for if `foresee`: tiles are loaded too fast for the
+        machine to foresee."""
         if self.isa.pairs == "amx":
-            return self._tiles(added)
+            return self._tiles(added, foresee)
         tall = 12 if self.lanes == 16 else 4
         main, rest = self._dots(tall, added), self._dots(GROUP % tall or tall, added)
         wide, left = 2 * self.step, GROUP - GROUP % tall
 
         @njit(nogil=True, error_model="numpy", inline="never")
-        def block(a, a_row, a_step, bb, b_row, steps, c, c_row):
+        def block(a, a_row, a_step, bb, b_row, steps, c, c_row, ahead):
             for at in range(0, GROUP * 4, wide):
                 r = 0
                 while r < left:
@@ -131,8 +138,8 @@ class Pairs:
 
         return block
 
-    def _tiles(self, added: bool) -> Any:
-        def body(b, a, a_row, a_step, bb, b_row, steps, c, c_row):
+    def _tiles(self, added: bool, foresee: bool) -> Any:
+        def body(b, a, a_row, a_step, bb, b_row, steps, c, c_row, ahead):
             def place(base: ir.Value, offset: ir.Value | int = 0) -> ir.Value:
                 offset = I64(offset) if isinstance(offset, int) else offset
                 return b.inttoptr(b.add(base, offset), I8.as_pointer())
@@ -150,6 +157,9 @@ class Pairs:
                 self._tile(b, "tileloadd64", I8(6), place(from_b), b_row)
                 self._tile(b, "tileloadd64", I8(4), place(from_a), a_row)
                 self._tile(b, "tdpbf16ps", I8(0), I8(4), I8(6))
+                later = b.add(ahead, b.mul(loop.index, a_step))
+                for r in range(16 if foresee else 0):
+                    self._fetch(b, place(later, b.mul(a_row, I64(r))))
                 self._tile(b, "tileloadd64", I8(7), place(from_b, 64), b_row)
                 self._tile(b, "tdpbf16ps", I8(1), I8(4), I8(7))
                 self._tile(b, "tileloadd64", I8(5), place(from_a, below_a), a_row)
@@ -158,7 +168,14 @@ class Pairs:
             for n, corner in enumerate(corners):
                 self._tile(b, "tilestored64", I8(n), corner, c_row)
 
-        return _emit(_void(8), body, "a, a_row, a_step, bb, b_row, steps, c, c_row")
+        return _emit(_void(9), body, "a, a_row, a_step, bb, b_row, steps, c, c_row, ahead")
+
+    def _fetch(self, b: ir.IRBuilder, pointer: ir.Value) -> None:
+        """Ask for a line of memory, to be read soon."""
+        flags = [I32(0), I32(3), I32(1)]
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
+        name = "llvm.prefetch.p0"
+        b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), [pointer, *flags])
 
     def _dot(self, w: Words, total: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
         if self.isa.pairs == "plain":
@@ -265,13 +282,13 @@ class Pairs:
 
         return _emit(_void(2, f32), body, "s, count, factor")
 
-    @functools.cached_property
-    def highest(self) -> Any:
-        """highest(s, top, count, factor): one strip of a tile, top = factor * the largest of each lane; factor > 0."""
+    def highest(self, strips: int) -> Any:
+        """highest(s, top, count, factor): neighbouring strips of a tile, top = factor * the largest of each lane;
+        factor > 0."""
 
         def body(b, s, top, count, factor):
             w = self.words(b)
-            cells = [cgutils.alloca_once(b, w.f) for _ in range(self.strip_vectors)]
+            cells = [cgutils.alloca_once(b, w.f) for _ in range(strips * self.strip_vectors)]
             for cell in cells:
                 b.store(w.k(float("-inf")), cell)
             with self._rows(b, s, count) as row:
@@ -283,14 +300,31 @@ class Pairs:
         return _emit(_void(3, f32), body, "s, top, count, factor")
 
     @functools.cached_property
-    def exponentials(self) -> Any:
-        """exponentials(s, pivot, l, pairs, factor): one strip of a tile, p = e^(factor s - pivot), l += the sums of
-        p before rounding; rows 2 n and 2 n + 1 become pairs in row n."""
+    def advance(self) -> Any:
+        """advance(top, m, pivot, l, alpha): `Micro.advance`, but m stays where a block's maximum exceeds it by less
+        than STALE: weights are then at most e^STALE, and acc need not be rescaled."""
+
+        def body(b, top, m, pivot, total, alpha):
+            w = self.words(b)
+            old, highest = w.load(m), w.load(top)
+            new = b.select(b.fcmp_ordered(">", highest, b.fadd(old, w.k(STALE))), highest, old)
+            base = b.select(b.fcmp_ordered("==", new, w.k(float("-inf"))), w.k(0.0), new)
+            factor = w.weight(b.fsub(old, base))
+            w.store(new, m)
+            w.store(base, pivot)
+            w.store(factor, alpha)
+            w.store(b.fmul(w.load(total), factor), total)
+
+        return _emit(_void(5), body, "top, m, pivot, total, alpha")
+
+    def exponentials(self, strips: int) -> Any:
+        """exponentials(s, pivot, l, pairs, factor): neighbouring strips of a tile, p = e^(factor s - pivot), l += the
+        sums of p before rounding; rows 2 n and 2 n + 1 become pairs in row n."""
 
         def body(b, s, pivot, total, pairs, factor):
             w = self.words(b)
-            vectors = range(self.strip_vectors)
-            base = [w.load(pivot, v * self.step) for v in vectors]
+            vectors = range(strips * self.strip_vectors)
+            base = [b.fneg(w.load(pivot, v * self.step)) for v in vectors]
             sums = [cgutils.alloca_once(b, w.f) for _ in vectors]
             for cell in sums:
                 b.store(w.k(0.0), cell)
@@ -300,7 +334,7 @@ class Pairs:
                 row = b.add(to, b.mul(loop.index, I64(ROW)))
                 for v in vectors:
                     p = [
-                        w.weight(w.fma(w.load(row, n * ROW + v * self.step), scale, b.fneg(base[v])), DEGREE)
+                        w.weight(w.fma(w.load(row, n * ROW + v * self.step), scale, base[v]), DEGREE)
                         for n in range(2)
                     ]
                     w.store(_zip(w, *p), to, v * self.step)
@@ -353,23 +387,26 @@ class Pairs:
             scale = w.splat(factor)
             with cgutils.for_range(b, pairs, intp=I64) as loop:
                 at = b.mul(loop.index, I64(2 * ROW))
-                # Strips in order: the bf16 of one lies over float32 of those before it.
-                for x in range(0, ROW, self.step):
-                    weights, slopes = [], []
-                    for n in range(2):
-                        place = b.add(at, I64(n * ROW + x))
+                # In order: the bf16 of some lanes lies over float32 of lanes before them. Two vectors make one of bf16.
+                for x in range(0, ROW, 2 * self.step):
+                    weights: list[list[ir.Value]] = [[], []]
+                    slopes: list[list[ir.Value]] = [[], []]
+                    for n, y in ((n, y) for n in range(2) for y in (x, x + self.step)):
+                        place = b.add(at, I64(n * ROW + y))
                         p, ds = w.load(s, place), w.load(dp, place)
                         if fused:
-                            shifted = w.fma(p, scale, b.fneg(w.load(m, x)))
-                            p = w.weight(b.fsub(shifted, w.load(low, x)), DEGREE)
-                            ds = b.fmul(p, b.fsub(ds, w.load(delta, x)))
-                        weights.append(p)
-                        slopes.append(ds)
-                    pair = _zip(w, *slopes)
-                    w.store(pair, to, b.add(b.mul(loop.index, I64(ROW)), I64(x)))
-                    for base, both in ((s, _zip(w, *weights)), (dp, pair)):
-                        for n, half in enumerate(_halves(w, both)):
-                            w.store(half, base, b.add(at, I64(n * ROW + x // 2)))
+                            shifted = w.fma(p, scale, b.fneg(w.load(m, y)))
+                            p = w.weight(b.fsub(shifted, w.load(low, y)), DEGREE)
+                            ds = b.fmul(p, b.fsub(ds, w.load(delta, y)))
+                        weights[n].append(p)
+                        slopes[n].append(ds)
+                    for v, (one, two) in enumerate(zip(*slopes, strict=True)):
+                        w.store(
+                            _zip(w, one, two), to, b.add(b.mul(loop.index, I64(ROW)), I64(x + v * self.step))
+                        )
+                    for base, rows in ((s, weights), (dp, slopes)):
+                        for n, row in enumerate(rows):
+                            w.store(_round(w, *row), base, b.add(at, I64(n * ROW + x // 2)))
 
         return _emit(_void(7, f32), body, "s, dp, to, m, low, delta, pairs, factor")
 

@@ -87,7 +87,7 @@ class Forward:
         block.tensor(P.out, out, launch.strides_of(problem, out))
         block.tensor(P.lse, lse, lse.stride()[:2] if dense else (0, lse.stride(0)))
         block.set(P.wide_out, int(problem.out_dtype == torch.float32))
-        block.set(P.key_block, launch.DECODE_BLOCK if decode else launch.KEY_BLOCK)
+        block.set(P.key_block, launch.key_block(problem, decode))
         rows = s.seqlen_q * (s.batch if dense else 1)
         block.set(P.total_rows, rows)
         self._part_rows = self._splits * s.num_heads_q * rows

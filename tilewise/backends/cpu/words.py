@@ -107,8 +107,9 @@ class Words:
         rounded = self.fma(x, self.k(LOG2E), self.k(ROUND))
         fraction = self.fma(x, self.k(LOG2E), b.fsub(self.k(ROUND), rounded))
         shift = b.shl(b.bitcast(rounded, self.i), self.n(23))
-        value = b.bitcast(b.add(b.bitcast(self.poly(fraction, EXP2[degree]), self.i), shift), self.f)
-        return b.select(b.fcmp_ordered("<", x, self.k(-87.0)), self.k(0.0), value)
+        bits = b.add(b.bitcast(self.poly(fraction, EXP2[degree]), self.i), shift)
+        # Chosen between integers: the addition then takes the choice in as its mask.
+        return b.bitcast(b.select(b.fcmp_ordered("<", x, self.k(-87.0)), self.n(0), bits), self.f)
 
     def exp2(self, x: ir.Value) -> ir.Value:
         """2^x for any x; below 2^-126 it is 0."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import math
 from typing import TYPE_CHECKING
 
 import torch
 
 from tilewise.backends.protocol import Gradients, Needs, Reason, Schedule
 from tilewise.backends.reference.blockwise import Blockwise
-from tilewise.problem import Inputs, Problem, empty_in_order
+from tilewise.problem import Inputs, Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,18 +77,9 @@ class Triton:
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """(out, lse). A leaf of a type that kernels do not read sends the call to the reference."""
         from tilewise.backends.triton import launch
-        from tilewise.backends.triton.layout import describe
 
-        slots = describe(problem.spec, inputs.leaves)
-        if slots is None:
-            return self._exact.forward(problem, inputs)
-        out = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
-        lse = inputs.q.new_empty(problem.lse_shape, dtype=problem.compute_dtype)
-        if problem.options.layout == "varlen":
-            out.zero_()
-            lse.fill_(-math.inf)
-        launch.forward(problem, inputs, out, lse, slots)
-        return out, lse
+        found = launch.forward(problem, inputs)
+        return self._exact.forward(problem, inputs) if found is None else found
 
     def backward(
         self,

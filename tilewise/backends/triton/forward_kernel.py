@@ -18,6 +18,8 @@ from tilewise.backends.triton.words import LN2, LOG2E
 CHUNK = tl.constexpr(128)
 """Key tiles classified at once."""
 SEARCH = tl.constexpr(256)
+CARE_N = tl.constexpr(16)
+"""Keys of a tile that is done again with care; divides every BLOCK_N."""
 
 
 @triton.jit
@@ -89,13 +91,13 @@ def load_tile(ptr, rows, stride_n, stride_d, size_d, row_mask, MASKED: tl.conste
 
 @triton.jit
 def weigh(p, v, acc, visible, CAREFUL: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + p v. CAREFUL: an entry of v that is not finite reaches the rows that see it, and no other."""
+    """acc + p v. CAREFUL: an entry of v that is not finite makes NaN of the rows that see it, and of no other."""
     weights = p.to(v.dtype)
     if CAREFUL:
         finite = (v - v) == 0
-        clean = tl.dot(weights, tl.where(finite, v, 0.0).to(v.dtype), acc, input_precision=PRECISION)
+        acc = tl.dot(weights, tl.where(finite, v, 0.0).to(v.dtype), acc, input_precision=PRECISION)
         seen = tl.dot(visible.to(v.dtype), (finite == 0).to(v.dtype), input_precision=PRECISION)
-        acc = tl.where(seen > 0, tl.dot(weights, v, acc, input_precision=PRECISION), clean)
+        acc = tl.where(seen > 0, float("nan"), acc)
     else:
         acc = tl.dot(weights, v, acc, input_precision=PRECISION)
     return acc
@@ -103,7 +105,7 @@ def weigh(p, v, acc, visible, CAREFUL: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def absorb_run(
-    acc, m, l, q, first, last, tensors, rows, numbers, data, score, keep, classify,
+    acc, m, l, q, first, last, tensors, rows, numbers, data, score, keep, classify,  # noqa: E741
     MASKED: tl.constexpr, CAREFUL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr,
     DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
@@ -113,7 +115,7 @@ def absorb_run(
     k_ptr, v_ptr, k_n, k_d, v_n, v_d, size_d, size_dv, n_k, k_desc, v_desc, tensor_b, key0 = tensors
     i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g = rows
     scale, seed, threshold, h_word, b_word = numbers
-    for t in tl.range(first, last):
+    for t in tl.range(first, last, num_stages=1 if CAREFUL else None):
         j0 = t * BLOCK_N
         columns = j0 + tl.arange(0, BLOCK_N)
         inside = columns < n_k
@@ -133,7 +135,9 @@ def absorb_run(
             if HAS_MASK:
                 visible = visible & keep(s, i, j, q_pos, k_pos, b, h, g, data)
                 # What surely no row of the tile may see is not read: padding may hold anything.
-                inside = inside & (classify(i0, i1, columns, columns, q_offset, k_offset, b, h0, h1, g, data) != 0)
+                inside = inside & (
+                    classify(i0, i1, columns, columns, q_offset, k_offset, b, h0, h1, g, data) != 0
+                )
             s = tl.where(visible, s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         # A row that has seen no key has m = -inf: subtract 0 instead, exp2(-inf) is the 0 it should be.
@@ -173,7 +177,7 @@ def forward_program(
     HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
     LAST: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, REDO: tl.constexpr,
 ):  # fmt: skip
     """One program: see the header. Strides are in units of STEP elements."""
     # ---- which rows ----
@@ -243,11 +247,16 @@ def forward_program(
         while chunk < end:
             stop = tl.minimum(chunk + CHUNK, end)
             last_column = tl.minimum(stop * BLOCK_N, n_k) - 1
-            dead = classify_coarse(i0, i1, chunk * BLOCK_N, last_column, q_offset, k_offset, b, h0, h1, g, data) == 0
+            dead = (
+                classify_coarse(i0, i1, chunk * BLOCK_N, last_column, q_offset, k_offset, b, h0, h1, g, data)
+                == 0
+            )
             at = tl.where(dead, stop, chunk)
             t = chunk + tl.arange(0, CHUNK)
             high = tl.minimum(t * BLOCK_N + BLOCK_N, n_k) - 1
-            kind = classify(i0, i1, t * BLOCK_N, high, q_offset, k_offset, b, h0, h1, g, data) + tl.zeros_like(t)
+            kind = classify(
+                i0, i1, t * BLOCK_N, high, q_offset, k_offset, b, h0, h1, g, data
+            ) + tl.zeros_like(t)
             kind = tl.where(t * BLOCK_N + BLOCK_N > n_k, tl.minimum(kind, 1), kind)
             kind = tl.where(t < stop, kind, 0)
             while at < stop:
@@ -274,14 +283,16 @@ def forward_program(
             HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
             PRECISION, TMA)  # fmt: skip
     # A weight of 0 times a hidden NaN is NaN. It is rare, and then the tile of rows is done again with care.
-    if tl.max(tl.max(((acc - acc) != 0).to(tl.int32), 1), 0) > 0:
-        m = tl.full([BLOCK_M], -float("inf"), tl.float32)
-        l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
-        acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
-        acc, m, l = absorb_run(  # noqa: E741
-            acc, m, l, q, begin, end, tensors, here, numbers, data, score, keep, classify, True, True,
-            HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-            PRECISION, TMA)  # fmt: skip
+    if REDO:
+        if tl.max(tl.max(((acc - acc) != 0).to(tl.int32), 1), 0) > 0:
+            first, last = begin * BLOCK_N // CARE_N, tl.cdiv(tl.minimum(end * BLOCK_N, n_k), CARE_N)
+            m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+            l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+            acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
+            acc, m, l = absorb_run(  # noqa: E741
+                acc, m, l, q, first, last, tensors, here, numbers, data, score, keep, classify, True, True,
+                HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, CARE_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
+                PRECISION, False)  # fmt: skip
 
     # ---- finish ----
     # In units of which the weights are powers of two (FUSED) the pivot that was subtracted is m * step exactly.

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from tilewise import tuning
+
 if TYPE_CHECKING:
     from tilewise.backends.triton.machine import Machine
     from tilewise.problem import Problem
@@ -58,14 +60,29 @@ def choose(problem: Problem, machine: Machine) -> Tiles:
     packed = group > 1 and rows <= 32 and group <= 64
     rows = rows * group if packed else rows
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
-    found = (
-        _wide(d, dv, block_m) if problem.dtype == torch.float32 else _narrow(problem, d, dv, block_m, machine)
-    )
+    measured = tuning.lookup(machine.name, "triton.forward", table_key(problem)) if block_m == 128 else None
+    if measured:
+        found = Tiles(*measured)
+    elif problem.dtype == torch.float32 or (machine.kind == "cuda" and machine.arch < 80):
+        found = _ordinary(d, dv, block_m)
+    else:
+        found = _narrow(problem, d, dv, block_m, machine)
     return fit(found._replace(packed=packed), d, dv, problem.dtype.itemsize, machine)
 
 
-def _wide(d: int, dv: int, block_m: int) -> Tiles:
-    """float32: products run on the ordinary units, so tiles are small enough for their registers."""
+def table_key(problem: Problem) -> str:
+    """What a measured choice depends on, as the key of a tuning table."""
+    s = problem.shape
+    bits = 8 * problem.dtype.itemsize
+    masked = "masked" if problem.spec.keep is not None else "full"
+    terms = "-terms" if problem.spec.score is not None else ""
+    dropout = "-dropout" if problem.spec.dropout else ""
+    return f"{bits}-d{padded(s.head_dim)}-{padded(s.head_dim_v)}-{masked}{terms}{dropout}"
+
+
+def _ordinary(d: int, dv: int, block_m: int) -> Tiles:
+    """float32, and any type before compute capability 8.0: Triton forms the products on the ordinary units, so tiles
+    are small enough for their registers."""
     size = 16 if max(d, dv) > 128 else 32
     return Tiles(min(block_m, size), size, 4, 2)
 
@@ -80,7 +97,7 @@ def _narrow(problem: Problem, d: int, dv: int, block_m: int, machine: Machine) -
     if widest > 128:
         return Tiles(block_m, 64 if machine.arch >= 90 else 32, 8 if block_m == 128 else 4, 2)
     if machine.arch < 90:
-        return Tiles(block_m, 64, 8 if block_m == 128 and widest > 64 else 4, 3 if machine.arch >= 80 else 2)
+        return Tiles(block_m, 64, 8 if block_m == 128 and widest > 64 else 4, 3)
     if block_m == 128 and (widest > 64 or problem.spec.score is not None):
         return Tiles(128, 128 if problem.spec.score is None else 64, 8, 3)
     return Tiles(min(block_m, 64), 128 if widest <= 64 else 64, 4, 3)
