@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+from lessons import LessonParser  # noqa: E402  # beside this file
 
 project = "Tilewise"
 author = "The Tilewise authors"
 project_copyright = author
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build"]
+source_suffix = {".md": "markdown", ".py": "lesson"}
+exclude_patterns = ["_build", "conf.py", "lessons.py"]
 nitpicky = False
 myst_heading_anchors = 3
 suppress_warnings: list[str] = []
@@ -67,4 +70,5 @@ def as_rest(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: li
 
 def setup(app: Sphinx) -> None:
     """Runs before napoleon, which reads the sections."""
+    app.add_source_parser(LessonParser)
     app.connect("autodoc-process-docstring", as_rest, priority=100)
