@@ -56,7 +56,7 @@ def to_dict(trace: Trace, title: str, words: str) -> dict[str, Any]:
     """Everything the script reads."""
     head = trace.head
     arrays = {name: getattr(head, name) for name in ("q", "k", "v", "do", "scores")}
-    arrays |= {name: getattr(trace, name) for name in ("out", "lse", "delta", "p", "dp", "ds")}
+    arrays |= {name: getattr(trace, name) for name in ("delta", "p", "dp", "ds")}
     if head.sink is not None:
         arrays["sink"] = head.sink.reshape(1)
     return {
@@ -74,7 +74,7 @@ def to_dict(trace: Trace, title: str, words: str) -> dict[str, Any]:
 
 
 def _recording(one: Recording) -> dict[str, Any]:
-    names = ("m", "l", "alpha", "acc", "dq", "dk", "dv")
+    names = ("m", "l", "alpha", "acc", "out", "lse", "dq", "dk", "dv")
     steps = [
         {
             "pass": key[0],

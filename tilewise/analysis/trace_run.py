@@ -43,6 +43,7 @@ class Recording:
         classes: (T_q, T_k), of EMPTY, PARTIAL, FULL.
         m, l, alpha: (T_k, N_q); acc: (T_k, N_q, D_v). Entry t is the state of the row after its column tile t, and
             the factor by which that tile rescaled l and acc; a tile that is not visited changes nothing, alpha = 1.
+        out: (N_q, D_v), lse: (N_q,), the answer, after the sink if there is one.
         dq: (T_k, N_q, D), after each column tile. dk: (T_q, N_k, D), dv: (T_q, N_k, D_v), after each row tile.
         steps: by (pass, loop), pass "forward" or "backward", loop one of `LOOPS`.
     """
@@ -54,6 +55,8 @@ class Recording:
     l: Tensor  # noqa: E741 (the paper's letter)
     alpha: Tensor
     acc: Tensor
+    out: Tensor
+    lse: Tensor
     dq: Tensor
     dk: Tensor
     dv: Tensor
@@ -66,15 +69,13 @@ class Trace:
 
     Fields:
         head: what was run; block_q, block_k: the tile sizes that the page opens with.
-        out: (N_q, D_v). lse, delta: (N_q,). p, dp, ds: (N_q, N_k), the weights, their gradients and the gradients of
+        delta: (N_q,). p, dp, ds: (N_q, N_k), the weights, their gradients and the gradients of
             the scores before terms, 0 where a pair is hidden.
     """
 
     head: Head
     block_q: int
     block_k: int
-    out: Tensor
-    lse: Tensor
     delta: Tensor
     p: Tensor
     dp: Tensor
@@ -90,6 +91,16 @@ class Trace:
     def recording(self) -> Recording:
         """The recording of the tile sizes that were asked for."""
         return self.recordings[self.block_q, self.block_k]
+
+    @property
+    def out(self) -> Tensor:
+        """(N_q, D_v), of the tile sizes that were asked for."""
+        return self.recording.out
+
+    @property
+    def lse(self) -> Tensor:
+        """(N_q,), likewise."""
+        return self.recording.lse
 
     def html(self, title: str = "") -> str:
         """The page: one HTML document that needs nothing beside itself."""
@@ -156,19 +167,22 @@ def _run(head: Head, block_q: int, block_k: int) -> Trace:
             rows, columns = rows or [block_q], columns or [block_k]
             break
     state = OnlineSoftmaxState.empty((len(head.q),), head.v.shape[1], dtype=head.q.dtype, device="cpu")
-    state = state.absorb(head.scores, head.v)
-    if head.sink is not None:  # one more key of value 0, after all others
-        state = state.absorb_key(head.sink.expand(state.m.shape), torch.zeros_like(state.acc))
-    out, lse = state.finalize()
-    backward = _gradients(head, state)
+    backward = _gradients(head, _with_sink(head, state.absorb(head.scores, head.v)))
     recordings = {(a, b): _record(head, backward[1:], a, b) for a in rows for b in columns}
-    return Trace(head, block_q, block_k, out, lse, *backward, recordings)
+    return Trace(head, block_q, block_k, *backward, recordings)
 
 
 def _numbers(head: Head, rows: Sequence[int], columns: Sequence[int]) -> int:
     (n_q, d), (n_k, d_v) = head.q.shape, head.v.shape
     across = sum(-(-n_k // size) for size in columns) * len(rows) * n_q * (3 + d_v + d)
     return across + sum(-(-n_q // size) for size in rows) * len(columns) * n_k * (d + d_v)
+
+
+def _with_sink(head: Head, state: OnlineSoftmaxState) -> OnlineSoftmaxState:
+    """The state after the sink, one more key of value 0, which comes after all others."""
+    if head.sink is None:
+        return state
+    return state.absorb_key(head.sink.expand(state.m.shape), torch.zeros_like(state.acc))
 
 
 def _gradients(head: Head, state: OnlineSoftmaxState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -200,6 +214,7 @@ def _record(head: Head, weights: tuple[Tensor, Tensor, Tensor], block_q: int, bl
     new = head.q.new_zeros
     m, l, alpha = new(across, n_q), new(across, n_q), new(across, n_q)  # noqa: E741
     acc, dq = new(across, n_q, d_v), new(across, n_q, d)
+    out, lse = new(n_q, d_v), new(n_q)
     dk, dv = new(down, n_k, d), new(down, n_k, d_v)
     p, _, ds = weights
     for i in range(down):
@@ -219,9 +234,10 @@ def _record(head: Head, weights: tuple[Tensor, Tensor, Tensor], block_q: int, bl
             # A row that had seen nothing has nothing to rescale; absorb multiplies its zeros by exp(-inf) = 0.
             alpha[j, rows] = torch.exp(before.m - pivot) if state is not before else 1.0
             m[j, rows], l[j, rows], acc[j, rows] = state.m, state.l, state.acc
+        out[rows], lse[rows] = _with_sink(head, state).finalize()
     item, wide = torch.empty(0, dtype=head.dtype).element_size(), head.q.element_size()
     sizes = Sizes(n_q, n_k, d, d_v, item, wide, block_q, block_k)
     kinds = classes.tolist()
     passes = {"forward": forward_steps, "backward": backward_steps}
     steps = {(name, loop): count(sizes, kinds, loop) for name, count in passes.items() for loop in LOOPS}
-    return Recording(block_q, block_k, classes, m, l, alpha, acc, dq, dk, dv, steps)
+    return Recording(block_q, block_k, classes, m, l, alpha, acc, out, lse, dq, dk, dv, steps)

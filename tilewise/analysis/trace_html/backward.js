@@ -7,7 +7,7 @@ function backwardSentence(here) {
 }
 
 function doOut(row) {
-  const out = vector(whole.out, row);
+  const out = vector(recording().out, row);
   return vector(whole.do, row).reduce((total, x, d) => total + x * out[d], 0);
 }
 
@@ -16,7 +16,7 @@ function deltaTable() {
   for (let row = 0; row < numQueries; row++) {
     const line = node("tr", { className: row === view.row ? "chosen" : "" }, [
       node("th", { scope: "row", textContent: String(row) }),
-      cell(at(whole.lse, row), { name: "lse" }), cell(at(whole.delta, row), { name: "delta" }), cell(doOut(row), { name: "do-out" }),
+      cell(at(recording().lse, row), { name: "lse" }), cell(at(whole.delta, row), { name: "delta" }), cell(doOut(row), { name: "do-out" }),
     ]);
     line.dataset.row = String(row);
     body.append(line);
@@ -31,7 +31,7 @@ function strips(names, tile, first, end, chosen, attribute) {
   for (let n = first; n < end; n++) {
     const line = node("tr", { className: n === chosen ? "chosen" : "" }, [node("th", { scope: "row", textContent: String(n) })]);
     line.dataset[attribute] = String(n);
-    if (attribute === "row") line.append(cell(at(whole.lse, n), { name: "lse" }), cell(at(whole.delta, n), { name: "delta" }));
+    if (attribute === "row") line.append(cell(at(recording().lse, n), { name: "lse" }), cell(at(whole.delta, n), { name: "delta" }));
     names.forEach((name, which) => {
       [["before", tile - 1], ["after", tile], ["final", final]].forEach(([when, place]) => {
         const td = node("td", { className: "pic" }, [strip(gradientAfter(name, place, n), shades[which], `${name} ${when}`)]);
@@ -71,7 +71,7 @@ function backwardPair() {
   const parts = [["delta", `Σ p dp over all keys; the same as do · out  =  ${fmt(doOut(row))};  delta`, delta]];
   if (here.kind !== "delta") {
     const hidden = isHidden(row, key);
-    parts.unshift(["p", hidden ? "the pair is hidden" : `exp(${fmt(at(whole.scores, row, key))} − ${fmt(at(whole.lse, row))})`, p], ["dp", "do · v", dp]);
+    parts.unshift(["p", hidden ? "the pair is hidden" : `exp(${fmt(at(whole.scores, row, key))} − ${fmt(at(recording().lse, row))})`, p], ["dp", "do · v", dp]);
     parts.push(["ds", hidden ? "the pair is hidden" : `p (dp − delta)${terms}  =  ${fmt(p)} · (${fmt(dp)} − ${fmt(delta)})${terms ? " · slope" : ""}`, ds]);
     parts.push(["dq", "dq + scale · Σ ds k, over the keys of the tile"], ["dk", "dk + scale · Σ ds q, over the queries of the tile"], ["dv", "dv + Σ p do"]);
   }

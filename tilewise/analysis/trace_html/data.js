@@ -90,7 +90,7 @@ function distance(a, b) {
 
 // The part of the row's softmax sum that a state has seen; a sink belongs to what has not been seen.
 function seen(state, row) {
-  const lse = at(whole.lse, row);
+  const lse = at(recording().lse, row);
   if (state.l === 0 || state.m === -Infinity) return lse === -Infinity ? 1 : 0;
   return Math.min(1, Math.exp(state.m + Math.log(state.l) - lse));
 }

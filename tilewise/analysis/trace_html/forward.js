@@ -35,16 +35,16 @@ function movesText(moves) {
 
 function forwardTable() {
   const here = step(), [r0, r1] = rowsOf(here.i), finish = here.kind === "finish";
-  const shadeAcc = scale("signed", largest(recording().acc)), shadeOut = scale("signed", largest(whole.out));
+  const shadeAcc = scale("signed", largest(recording().acc)), shadeOut = scale("signed", largest(recording().out));
   const last = recording().classes[0].length - 1;
   const body = node("tbody");
   for (let row = r0; row < r1; row++) {
     const before = stateAfter(finish ? last : here.j - 1, row), after = finish ? before : stateAfter(here.j, row);
-    const final = vector(whole.out, row), now = finish ? Array.from(final) : answer(after);
+    const final = vector(recording().out, row), now = finish ? Array.from(final) : answer(after);
     const line = node("tr", { className: row === view.row ? "chosen" : "" }, [node("th", { scope: "row", textContent: String(row) })]);
     line.dataset.row = String(row);
     if (finish) {
-      line.append(cell(after.m, { name: "m" }), cell(after.l, { name: "l" }), cell(at(whole.lse, row), { name: "lse" }));
+      line.append(cell(after.m, { name: "m" }), cell(after.l, { name: "l" }), cell(at(recording().lse, row), { name: "lse" }));
     } else {
       const moved = after.m !== before.m && before.m !== -Infinity ? "change" : "";
       line.append(
@@ -95,13 +95,13 @@ function forwardRow() {
   const here = step(), row = view.row, last = recording().classes[0].length - 1;
   const finish = here.kind === "finish";
   const before = stateAfter(finish ? last : here.j - 1, row), after = finish ? before : stateAfter(here.j, row);
-  const final = vector(whole.out, row), now = finish ? Array.from(final) : answer(after);
+  const final = vector(recording().out, row), now = finish ? Array.from(final) : answer(after);
   document.getElementById("row-title").textContent = `Query ${row}, step by step`;
   const parts = [];
   if (finish) {
     if (whole.sink) parts.push(["sink", `one more key of value 0 and score ${fmt(at(whole.sink, 0))}: m, l and acc are rescaled once more`]);
     parts.push(["out", here.j < 0 ? "no key was visible: 0" : `acc / l, the only division of the row; l`, here.j < 0 ? undefined : after.l]);
-    parts.push(["lse", "m + ln l, kept for the backward pass", at(whole.lse, row)]);
+    parts.push(["lse", "m + ln l, kept for the backward pass", at(recording().lse, row)]);
   } else {
     const { top, total } = tileSummary(here, row), alpha = at(recording().alpha, here.j, row);
     parts.push(["m", `max(${fmt(before.m)}, largest score here ${fmt(top)})`, after.m]);
