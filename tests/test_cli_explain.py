@@ -51,12 +51,41 @@ def test_json_is_the_plan(capsys):
     code, report = run_json(capsys, *LLAMA, "--mask", "causal & window:1024")
     assert code == 0
     assert set(report) == {"command", "schema", "asked", "plan", "flop_per_byte_tiled", "flop_per_byte_ordinary",
-                           "bound", "picture"}  # fmt: skip
+                           "bound", "picture", "roofline", "measured"}  # fmt: skip
     shapes = (1, 32, 8192, 128), (1, 8, 8192, 128), (1, 8, 8192, 128)
     plan = tw.explain(*shapes, dtype=torch.bfloat16, mask=tw.causal() & tw.window(1024, 0))
     assert report["plan"] == json.loads(json.dumps(plan.to_dict()))
     assert report["flop_per_byte_tiled"] == pytest.approx(plan.flops / plan.bytes_tiled)
     assert report["asked"]["dtype"] == "bfloat16" and set(report["asked"]) == set(DEFAULTS)
+
+
+def test_machine_s_roofs_and_what_was_measured(capsys, tmp_path):
+    """32 heads of 8192 in bf16 on an H200: the matrix not built, traffic, bound, predicted and measured time."""
+    assert main(["explain", *LLAMA, "--machine", "h200"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for word in ("4 GiB for all heads", "by ordinary attention", "NVIDIA H200", "limit matrix units", "on cuda",
+                 "predicted at least", "twice the tile memory", "half the exponentials", "FP8"):  # fmt: skip
+        assert word in out, word
+    line = {"section": "forward", "library": "Somebody's", "dtype": "bf16", "B": 2, "H": 32, "H_kv": 8, "N": 8192,
+            "D": 128, "causal": True, "cold_tflops": 500, "hot_tflops": 500}  # fmt: skip
+    text = "\n".join(json.dumps(one) for one in ({"section": "machine", "gpus": ["NVIDIA H200"]}, line))
+    (tmp_path / "gpu_peers.jsonl").write_text(text)
+    _, report = run_json(capsys, *LLAMA, "--machine", "h200", "--results", str(tmp_path))
+    (one,) = report["measured"]
+    # 4 D FLOP a pair, half of the pairs, 32 heads, at 500 TFLOP/s; the line had two batch entries.
+    assert one["seconds"] == pytest.approx(4 * 128 * 8192**2 / 2 * 32 / 500e12)
+    assert one["library"] == "Somebody's" and one["what"] == "batch 2, 32 heads on 8"
+    assert report["plan"]["predicted_s"] < one["seconds"]
+    for other in (["--mask", "none"], ["--softcap", "30"], ["--backward"], ["--dtype", "fp16"]):
+        _, report = run_json(capsys, *LLAMA, "--machine", "h200", "--results", str(tmp_path), *other)
+        assert report["measured"] == []
+
+
+def test_a_processor_that_the_table_lacks_is_said(capsys, monkeypatch):
+    monkeypatch.setattr("tilewise.plan.machine_here", lambda kind: None)
+    assert main(["explain", *LLAMA]) == 0
+    out = capsys.readouterr().out
+    assert "not in the table: name one with --machine" in " ".join(out.split()) and "predicted" not in out
 
 
 @pytest.mark.parametrize(
@@ -146,6 +175,7 @@ def test_bad_files_are_one_line(capsys, tmp_path, text, words):
         (["--seqlen", "8", "--heads", "3", "--heads-kv", "2"], "3 query heads cannot share 2 KV heads"),
         (["--seqlen", "8", "--backend", "nonsense"], "there is no backend 'nonsense'"),
         (["--seqlen", "8", "--device", "nonsense"], "is not a device"),
+        (["--seqlen", "8", "--machine", "nonsense"], "there is no machine 'nonsense'"),
         (["--seqlen", "8", "--dropout", "2"], "dropout"),
     ],
 )

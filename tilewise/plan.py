@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from tilewise.analysis import attention_flops, bytes_ordinary, bytes_tiled, matrix_bytes_avoided
+from tilewise.analysis.machines import find_machine, machine_here
+from tilewise.analysis.roofline import Prediction, Shape, predict_time, work_of
 from tilewise.backends.protocol import Schedule
 from tilewise.dispatch import candidates, registry
 from tilewise.errors import OptionError, ShapeError
@@ -30,6 +32,10 @@ class Plan:
     flops: of the visited tiles, forward, over all heads. bytes_ordinary / bytes_tiled: main-memory traffic of
     ordinary attention / of this schedule, forward (Dao et al. 2022, theorem 2). matrix_bytes_avoided: the
     N_q x N_k matrix in the inputs' type, which is not built. workspace_bytes: beyond inputs and outputs.
+    machine: a name of `tilewise.analysis.machines`, None if the table lacks the one asked about. roofs: seconds of
+    each roof there (`tilewise.analysis.roofline.ROOFS`), None where no source states its number; bound: the slowest
+    known one; predicted_s: its seconds, a floor for these tiles on that machine, of the backward pass alone if one is
+    planned for. shape: what was priced, of all heads.
     """
 
     backend: str | None
@@ -44,6 +50,11 @@ class Plan:
     bytes_tiled: int
     matrix_bytes_avoided: int
     workspace_bytes: int
+    machine: str | None = None
+    roofs: tuple[float | None, ...] = ()
+    bound: str | None = None
+    predicted_s: float | None = None
+    shape: Shape | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts."""
@@ -70,6 +81,10 @@ class Plan:
             f"not built    the score matrix, {bytes_text(self.matrix_bytes_avoided)}",
             f"workspace    {bytes_text(self.workspace_bytes)}",
         ]
+        if self.predicted_s is not None:
+            lines.append(
+                f"bound        {self.bound}, at least {seconds_text(self.predicted_s)} on {self.machine}"
+            )
         return "\n".join(lines)
 
 
@@ -80,6 +95,14 @@ def count_text(n: float, unit: str) -> str:
             return f"{n:.4g} {prefix}{unit}"
         n /= 1000
     return f"{n:.4g} P{unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """A time with three digits and its unit."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 1.0:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
 
 
 def bytes_text(n: float) -> str:
@@ -100,7 +123,7 @@ def _meta(x: Tensor | tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 _DOOR_ONLY = ("return_lse", "out", "device", "dtype", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
-              "seqused_q", "seqused_k", "backward")  # fmt: skip
+              "seqused_q", "seqused_k", "backward", "machine")  # fmt: skip
 
 
 def explain(q: Any, k: Any, v: Any, **options: Any) -> Plan:
@@ -110,6 +133,8 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Plan:
         q, k, v: tensors, meta tensors, or shapes as tuples.
         options: those of the function, and for shapes and meta tensors dtype= (default float32) and
             device= (the device type asked about, default "cpu"). backward=True plans for a backward too.
+            machine= a name of `tilewise.analysis.machines.MACHINES` whose roofs are asked about; default the one
+            this process runs on, if the table has it.
 
     Returns: Plan. Allocates no output and runs no kernel; a mask's leaves are read for the census.
     Raises: as `attention`, except that a refusal by every backend is part of the Plan.
@@ -138,10 +163,10 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Plan:
     problem = Problem(problem.spec, problem.options, problem.shape, problem.dtype, str(torch.device(device).type),
                       bool(options.get("backward", False)))  # fmt: skip
     inputs = decode_inputs(problem, (*tensors[:3], tensors[3:]), numbers.ints, numbers.floats, written.seed)  # type: ignore[arg-type]
-    return _plan(problem, inputs)
+    return _plan(problem, inputs, options.get("machine"))
 
 
-def _plan(problem: Problem, inputs: Inputs) -> Plan:
+def _plan(problem: Problem, inputs: Inputs, machine: str | None) -> Plan:
     from tilewise.backends.reference.segments import segments  # the package's import brings no backend along
 
     asked = candidates(problem)
@@ -168,6 +193,9 @@ def _plan(problem: Problem, inputs: Inputs) -> Plan:
     # Key rows read: each visited tile reads its columns once.
     rows_read = visited // max(block_q, 1)
     heads = shape.num_heads_q
+    machine = machine or machine_here(problem.device_type)
+    priced = _priced(problem, schedule, (visited, q_tokens))
+    predicted = _predict(priced, machine, schedule)
     return Plan(
         backend=taken,
         candidates=tuple((name, tuple(str(r) for r in reasons)) for name, reasons in asked),
@@ -184,7 +212,42 @@ def _plan(problem: Problem, inputs: Inputs) -> Plan:
             0 if schedule and schedule.builds_matrix else matrix_bytes_avoided(1, heads, every, 1, itemsize)
         ),
         workspace_bytes=schedule.workspace_bytes if schedule else 0,
+        machine=machine,
+        roofs=predicted.roofs if predicted else (),
+        bound=predicted.bound if predicted else None,
+        predicted_s=predicted.seconds if predicted else None,
+        shape=priced,
     )  # fmt: skip
+
+
+def _priced(problem: Problem, schedule: Schedule | None, counts: tuple[int, int]) -> Shape | None:
+    """What the roofline prices: KV heads of all sequences, the query heads of a group folded into their rows."""
+    visited, q_tokens = counts
+    shape = problem.shape
+    sequences = max(shape.batch, 1)
+    if schedule is None or not visited:
+        return None
+    rows = q_tokens * problem.group // sequences
+    columns = shape.seqlen_k // (sequences if problem.options.layout == "varlen" else 1)
+    block_q = max(min(schedule.block_q, rows), 1)
+    return Shape(
+        shape.num_heads_kv * sequences, rows, columns, shape.head_dim, shape.head_dim_v,
+        block_q, max(min(schedule.block_k, columns), 1), visited * shape.num_heads_q,
+        visited * shape.num_heads_q // block_q, torch.empty(0, dtype=problem.dtype).element_size(),
+        str(problem.dtype).removeprefix("torch."), problem.needs_grad,
+    )  # fmt: skip
+
+
+def _predict(priced: Shape | None, machine: str | None, schedule: Schedule | None) -> Prediction | None:
+    """The roofs of a machine over these tiles; None for an unknown machine, type, or a schedule with the matrix."""
+    if machine is None or priced is None or schedule is None or schedule.builds_matrix:
+        return None
+    found = find_machine(machine)
+    return (
+        None
+        if found.rate(priced.dtype) is None
+        else predict_time(work_of(priced, found), priced.dtype, found)
+    )
 
 
 def _ordinary(problem: Problem, every: int, q_tokens: int, itemsize: int) -> int:

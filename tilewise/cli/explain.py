@@ -19,6 +19,7 @@ import argparse
 import json
 from typing import Any
 
+from tilewise.analysis.machines import find_machine
 from tilewise.cli import problem_flags as flags
 from tilewise.cli.terminal import UsageError, add_output_arguments, guarded
 
@@ -26,9 +27,9 @@ SUMMARY = "print the plan for a problem: backend, tiles, work, memory, and what 
 # Names in a file, and what they are where neither the file nor a flag says so.
 DEFAULTS: dict[str, Any] = {
     "seqlen": None, "seqlen_k": None, "batch": 1, "heads": 8, "heads_kv": None, "head_dim": 64, "head_dim_v": None,
-    "dtype": "bfloat16", "mask": "causal", "device": "cpu", "softcap": None, "alibi": False, "sink": False,
+    "dtype": "bfloat16", "mask": "causal", "device": None, "softcap": None, "alibi": False, "sink": False,
     "dropout": 0.0, "q_offset": None, "backward": False, "deterministic": False, "batch_invariant": False,
-    "backend": "auto", "allow_quadratic": False,
+    "backend": "auto", "allow_quadratic": False, "machine": None,
 }  # fmt: skip
 
 
@@ -53,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--q-offset", type=int, metavar="N", help="position of the first query; default: last meets last"
     )
     sizes.add_argument(
-        "--device", help="cpu, cuda, ...: the kind asked about, it need not be here; default: cpu"
+        "--device",
+        help="cpu, cuda, ...: the kind asked about, it need not be here; default: the machine's, else cpu",
     )
     terms = parser.add_argument_group("terms and options")
     terms.add_argument("--softcap", type=float, metavar="C", help="scores become C tanh(s / C)")
@@ -68,6 +70,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         terms.add_argument(f"--{name}", action="store_const", const=True, help=text)
     terms.add_argument("--backend", metavar="NAME", help="ask this backend only; default: auto")
+    parser.add_argument(
+        "--machine",
+        metavar="NAME",
+        help="whose roofs bound it: a100, h100, h200, b200, mi300x, zen3, ...; default: the one this runs on",
+    )
+    parser.add_argument(
+        "--results",
+        metavar="FOLDER",
+        help="measurements to show beside it; default: the source tree's, if any",
+    )
     add_output_arguments(parser, "the page")
 
 
@@ -79,16 +91,17 @@ def run(arguments: argparse.Namespace) -> int:
 def explain(arguments: argparse.Namespace) -> int:
     """Read the problem, plan it, print it. Raises UsageError for what the caller can put right."""
     import tilewise as tw
-    from tilewise.cli import explain_page, tile_picture
+    from tilewise.cli import explain_measured, explain_page, tile_picture
 
     problem = read_problem(arguments)
     sizes = sizes_of(problem)
     plan = tw.explain(*sizes.shapes, **options_of(problem, sizes))
+    measured = explain_measured.find(plan, sizes, problem, arguments.results)
     lines, legend = tile_picture.draw(plan, sizes, problem["q_offset"])
     if arguments.json:
-        print(json.dumps(explain_page.to_dict(plan, problem, lines), indent=1))
+        print(json.dumps(explain_page.to_dict(plan, problem, lines, measured), indent=1))
     else:
-        explain_page.print_page(plan, sizes, problem, [*lines, legend] if lines else [])
+        explain_page.print_page(plan, sizes, problem, [*lines, legend] if lines else [], measured)
     return 0 if plan.backend else 1
 
 
@@ -102,6 +115,8 @@ def read_problem(arguments: argparse.Namespace) -> dict[str, Any]:
     if problem["seqlen"] is None:
         raise UsageError("the problem has no length: give --seqlen N, or seqlen in the file")
     flags.parse_mask(problem["mask"])
+    kind = find_machine(problem["machine"]).device if problem["machine"] else "cpu"
+    problem["device"] = problem["device"] or kind
     return problem
 
 
@@ -149,6 +164,7 @@ def _checked(path: str, name: str, value: Any) -> Any:
     """A value of a file, held to the same rules as the flag. Raises UsageError."""
     kinds = {
         "mask": str,
+        "machine": str,
         "device": str,
         "backend": str,
         "dtype": str,
@@ -199,6 +215,7 @@ def options_of(problem: dict[str, Any], sizes: flags.Sizes) -> dict[str, Any]:
         "backend",
         "allow_quadratic",
         "backward",
+        "machine",
     )
     return {
         "mask": flags.parse_mask(problem["mask"]).build(sizes.seqlen_q, sizes.seqlen_k),

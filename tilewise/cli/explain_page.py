@@ -7,10 +7,13 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from tilewise.analysis import exponentials
+from tilewise.analysis.machines import MACHINES, find_machine
+from tilewise.analysis.roofline import ROOFS, predict_time, what_if, work_of
 from tilewise.cli.terminal import draws
-from tilewise.plan import bytes_text, count_text
+from tilewise.plan import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
+    from tilewise.cli.explain_measured import Measured
     from tilewise.cli.problem_flags import Sizes
     from tilewise.plan import Plan
 
@@ -52,7 +55,53 @@ def _short(value: float) -> str:
     return f"{value:.2g}" if value < 10 else f"{value:,.0f}"
 
 
-def entries(plan: Plan, sizes: Sizes, problem: dict[str, Any]) -> list[tuple[str, str]]:
+def roofline(plan: Plan) -> list[tuple[str, str]]:
+    """The four roofs of the plan's machine, the time they predict, and what would change it."""
+    if plan.machine is None:
+        return [("machine", f"not in the table: name one with --machine ({', '.join(MACHINES)})")]
+    machine = find_machine(plan.machine)
+    if plan.shape is None or plan.predicted_s is None:
+        why = f"no source states a rate for {plan.problem['dtype']}" if plan.shape else "nothing to price"
+        return [("machine", f"{machine.title}: {why}")]
+    known = predict_time(work_of(plan.shape, machine), plan.shape.dtype, machine)
+    roofs = [
+        f"{name} {'unknown' if value is None else seconds_text(value)}"
+        for name, value in zip(ROOFS, known.roofs, strict=True)
+    ]
+    apart = "" if known.unknown else f", {seconds_text(known.seconds_apart)} if nothing overlaps"
+    way = "backward" if plan.shape.backward else "forward"
+    changes = [
+        f"{change.change}: {seconds_text(change.prediction.seconds)}, {change.prediction.bound}"
+        for change in what_if(plan.shape, machine)
+    ]
+    return [
+        ("machine", machine.title),
+        ("roofs", ", ".join(roofs)),
+        ("limit", f"{known.bound}; {way}"),
+        (
+            "predicted",
+            f"at least {seconds_text(known.seconds)}, if all overlap and every unit runs at its peak{apart}",
+        ),
+        ("what if", "; ".join(changes)),
+    ]
+
+
+def recorded(plan: Plan, measured: list[Measured]) -> list[tuple[str, str]]:
+    """Measured times beside the prediction."""
+    if plan.machine is None or plan.predicted_s is None:
+        return []
+    if not measured:
+        return [("measured", "nothing like this on that machine in benchmarks/results")]
+    found = []
+    for one in measured:
+        share = f"{plan.predicted_s / one.seconds:.0%} of the floor's speed"
+        found.append(f"{one.library} {seconds_text(one.seconds)} ({share}; from {one.what}, {one.source})")
+    return [("measured" if n == 0 else "", text) for n, text in enumerate(found)]
+
+
+def entries(
+    plan: Plan, sizes: Sizes, problem: dict[str, Any], measured: list[Measured]
+) -> list[tuple[str, str]]:
     """The page as (name, text) pairs; an empty name continues the entry above."""
     found = [("problem", _problem(sizes, problem)), ("features", ", ".join(plan.spec) or "plain softmax")]
     found.append(
@@ -67,7 +116,13 @@ def entries(plan: Plan, sizes: Sizes, problem: dict[str, Any]) -> list[tuple[str
         splits = f", keys in {s.splits} splits" if s.splits > 1 else ""
         found.append(("schedule", f"tiles of {s.block_q} x {s.block_k}, {s.loop}{splits}"))
         found += [("", note) for note in s.notes]
-    return [*found, *_numbers(plan, sizes), ("bound by", bound(plan))]
+    return [
+        *found,
+        *_numbers(plan, sizes),
+        ("bound by", bound(plan)),
+        *roofline(plan),
+        *recorded(plan, measured),
+    ]
 
 
 def _numbers(plan: Plan, sizes: Sizes) -> list[tuple[str, str]]:
@@ -121,10 +176,12 @@ def _problem(sizes: Sizes, problem: dict[str, Any]) -> str:
     return ", ".join([*words, f"on {problem['device']}"])
 
 
-def print_page(plan: Plan, sizes: Sizes, problem: dict[str, Any], drawn: list[str]) -> None:
+def print_page(
+    plan: Plan, sizes: Sizes, problem: dict[str, Any], drawn: list[str], measured: list[Measured]
+) -> None:
     """The page: coloured in a terminal, plain elsewhere, the same words in both. drawn: lines of the picture."""
     width = min(shutil.get_terminal_size((WIDEST_PAGE, 24)).columns, WIDEST_PAGE)
-    lines = entries(plan, sizes, problem)
+    lines = entries(plan, sizes, problem, measured)
     indent = max(len(name) for name, _ in lines) + 2
     console = None
     if draws():
@@ -143,7 +200,9 @@ def print_page(plan: Plan, sizes: Sizes, problem: dict[str, Any], drawn: list[st
     print(*["", *(f"  {line}" for line in drawn)], sep="\n")
 
 
-def to_dict(plan: Plan, problem: dict[str, Any], drawn: list[str]) -> dict[str, Any]:
+def to_dict(
+    plan: Plan, problem: dict[str, Any], drawn: list[str], measured: list[Measured]
+) -> dict[str, Any]:
     """Everything on the page as plain numbers and text."""
     ours, ordinary = intensity(plan)
     return {
@@ -154,5 +213,7 @@ def to_dict(plan: Plan, problem: dict[str, Any], drawn: list[str]) -> dict[str, 
         "flop_per_byte_tiled": ours,
         "flop_per_byte_ordinary": ordinary,
         "bound": bound(plan),
+        "roofline": dict(roofline(plan)),
+        "measured": [one._asdict() for one in measured],
         "picture": drawn,
     }

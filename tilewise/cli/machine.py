@@ -14,6 +14,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from tilewise.analysis.machines import processor_name
+
 PACKAGES = ("numpy", "numba", "llvmlite", "triton", "pytorch-triton-rocm", "triton-windows", "transformers")
 SHORTEST_SECRET = 6
 """Values of environment variables shorter than this are ordinary words ("1", "C.UTF-8" is 7) and stay."""
@@ -32,7 +34,7 @@ def describe() -> dict[str, Any]:
         **_versions(),
         "system": " ".join(part for part in (platform.system(), *platform.libc_ver()) if part),
         "architecture": platform.machine(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -53,23 +55,6 @@ def _versions() -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() in ("model name", "Model", "cpu model"):
-                return value.strip()
-    if platform.system() == "Darwin":
-        import subprocess
-
-        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            return subprocess.run(
-                command, capture_output=True, text=True, timeout=5, check=True
-            ).stdout.strip()
-    return platform.processor() or platform.machine()
 
 
 def _memory_gib() -> float | None:
