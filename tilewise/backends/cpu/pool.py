@@ -1,10 +1,13 @@
-"""Runs one C function on all threads: torch's own OpenMP pool, else plain threads, else this thread.
+"""Runs one C function on all threads: torch's own OpenMP pool, else a pool of plain threads, else this thread.
 
 The function gets the address of the call's parameters and takes tasks from a counter there, so any number of
 threads gives the same bits. TILEWISE_CPU_POOL forces a path: "openmp", "threads", "serial".
 
 A child forked after the pool was used has no pool threads; libgomp would wait for them for ever. There the
 work runs on the forking thread alone.
+
+Numba's own pool is not used: its portable layer ends the process when two threads call it at once, and its others
+need a library that may be missing too. ctypes lets go of the GIL during a call, so plain threads run side by side.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,12 @@ _forked = False
 def _after_fork() -> None:
     global _forked
     _forked = True
+
+
+@functools.lru_cache(maxsize=1)
+def _threads() -> ThreadPoolExecutor:
+    """Threads that stay, started as they are needed."""
+    return ThreadPoolExecutor(max_workers=max(os.cpu_count() or 1, 64), thread_name_prefix="tilewise")
 
 
 if hasattr(os, "register_at_fork"):
@@ -88,11 +97,10 @@ def run_parallel(function: int, parameters: int, threads: int) -> None:
     if pool_name() == "openmp":
         _gomp_parallel()(function, parameters, threads, 0)
         return
-    # ctypes lets go of the GIL during the call, so plain threads do run side by side.
     work = worker(function)
-    others = [threading.Thread(target=work, args=(parameters,)) for _ in range(threads - 1)]
-    for other in others:
-        other.start()
+    others = [_threads().submit(work, parameters) for _ in range(threads - 1)]
     work(parameters)
     for other in others:
-        other.join()
+        # Who has not begun finds no task left: it need not begin. So calls that share the pool never wait in a ring.
+        if not other.cancel():
+            other.result()
