@@ -156,7 +156,7 @@ class Cpu:
             slots is None
             or problem.spec.dropout
             or problem.options.layout != "dense"
-            or (keep is not None and needs_table(keep))
+            or (keep is not None and needs_table(keep, slots))
             or problem.shape.batch == 0
             or any(t.stride(-1) != 1 for t in (inputs.q, inputs.k, inputs.v))
         ):

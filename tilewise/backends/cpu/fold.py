@@ -16,16 +16,19 @@ from typing import TYPE_CHECKING
 import llvmlite.ir as ir
 
 from tilewise.backends.cpu import machine_code
+from tilewise.backends.cpu.counted import loop
 from tilewise.backends.cpu.isa import STRIP
 from tilewise.backends.cpu.parameters import LANE as ROW
 from tilewise.backends.cpu.parameters import LANES, NUMBER, TABLE
 from tilewise.backends.cpu.print_interval import IntervalPrinter, needs_table
 from tilewise.backends.cpu.print_vector import KEY, LANE, VectorPrinter, ranks
+from tilewise.backends.cpu.stage import GROUP, Stage, along_keys
 from tilewise.backends.cpu.words import I32, I64, Words
 from tilewise.spec import expression as ex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from tilewise.backends.cpu.isa import Isa
     from tilewise.backends.cpu.slots import Slots
@@ -49,6 +52,12 @@ class Tile:
         self.vectors = STRIP // isa.lanes
         self.spec, self.scratch = function.args[0], function.args[1]
         self.slots, self.packed = slots, packed
+        places = ((node, along_keys(node, self.rank, slots)) for node in self.order)
+        self.stages = [Stage(self, node, place) for node, place in places if place is not None]
+
+    def any_printer(self) -> VectorPrinter:
+        """A printer that knows of no row and no key."""
+        return self._printer()
 
     def _printer(self, base: VectorPrinter | None = None) -> VectorPrinter:
         printer = VectorPrinter(self.w, self.slots, self.rank, self.spec, self.scratch)
@@ -61,22 +70,9 @@ class Tile:
             if self.rank[node] == rank and node is not S:
                 printer.emit(node)
 
-    @contextlib.contextmanager
-    def loop(self, count: ir.Value, name: str) -> Iterator[ir.Value]:
+    def loop(self, count: ir.Value, name: str) -> AbstractContextManager[ir.Value]:
         """for index in range(count), int64."""
-        b = self.b
-        before = b.block
-        head, body, after = (b.append_basic_block(f"{name}_{part}") for part in ("head", "body", "after"))
-        b.branch(head)
-        b.position_at_end(head)
-        index = b.phi(I64, name)
-        index.add_incoming(I64(0), before)
-        b.cbranch(b.icmp_signed("<", index, count), body, after)
-        b.position_at_end(body)
-        yield index
-        index.add_incoming(b.add(index, I64(1)), b.block)
-        b.branch(head)
-        b.position_at_end(after)
+        return loop(self.b, count, name)
 
     def lanes_of(self, outer: VectorPrinter, strip: ir.Value) -> list[VectorPrinter]:
         """A printer for each vector of the strip, with what depends on the rows alone."""
@@ -107,13 +103,47 @@ class Tile:
         self._emit(printer, KEY)
         return printer.values
 
-    def pair(self, rows: VectorPrinter, keys: dict[Node, ir.Value], s: ir.Value | None) -> VectorPrinter:
-        """What depends on both, for one vector of pairs whose score is s."""
+    @contextlib.contextmanager
+    def keys(
+        self, outer: VectorPrinter, rows: list[VectorPrinter], count: ir.Value, first: ir.Value
+    ) -> Iterator[tuple[ir.Value, dict[Node, ir.Value]]]:
+        """for key in range(count): (key, where the turned leaves have its row). Column `first` is key 0."""
+        if not self.stages:
+            with self.loop(count, "key") as key:
+                yield key, {}
+            return
+        b = self.b
+        for stage in self.stages:
+            stage.set_rows(rows)
+        with self.loop(b.udiv(b.add(count, I64(GROUP - 1)), I64(GROUP)), "group") as group:
+            start = b.mul(group, I64(GROUP))
+            shared = self.key(outer, b.add(first, start))
+            for stage in self.stages:
+                stage.fill(shared)
+            rest = b.sub(count, start)
+            with self.loop(b.select(b.icmp_signed("<", rest, I64(GROUP)), rest, I64(GROUP)), "key") as n:
+                yield (
+                    b.add(start, n),
+                    {stage.node: b.add(stage.buffer, b.mul(n, I64(stage.row))) for stage in self.stages},
+                )
+
+    def pair(
+        self,
+        rows: VectorPrinter,
+        keys: dict[Node, ir.Value],
+        s: ir.Value,
+        staged: dict[Node, ir.Value],
+        v: int,
+    ) -> VectorPrinter:
+        """What depends on both, for vector v of a strip of pairs, whose score is s."""
         printer = self._printer(rows)
+        size = {stage.node: stage.size for stage in self.stages}
+        printer.staged = {
+            node: self.b.add(row, I64(v * self.w.lanes * size[node])) for node, row in staged.items()
+        }
         printer.values.update(keys)
         printer.values.update(rows.values)
-        if s is not None:
-            printer.values[S] = s
+        printer.values[S] = s
         self._emit(printer, LANE | KEY)
         return printer
 
@@ -140,11 +170,11 @@ def print_fold(
         rows = tile.lanes_of(outer, strip)
         for cell in highest:
             b.store(w.k(float("-inf")), cell)
-        with tile.loop(keys, "key") as key:
+        with tile.keys(outer, rows, keys, first) as (key, staged):
             shared = tile.key(outer, b.add(first, key))
             row = b.add(s, b.add(b.mul(key, I64(ROW)), at))
             for v in range(tile.vectors):
-                printer = tile.pair(rows[v], shared, w.load(row, v * step))
+                printer = tile.pair(rows[v], shared, w.load(row, v * step), staged, v)
                 value = printer.vector(score)
                 if len(roots) > 1:
                     value = b.select(printer.vector(roots[1]), value, w.k(float("-inf")))
@@ -159,7 +189,7 @@ def print_classify(module: ir.Module, slots: Slots, packed: bool, keep: Node) ->
     """The class of one tile, by intervals or from the host's table."""
     function = _function(module, "classify", 6, I64)
     b = ir.IRBuilder(function.append_basic_block("entry"))
-    if not needs_table(keep):
+    if not needs_table(keep, slots):
         b.ret(IntervalPrinter(b, slots, packed, tuple(function.args)).classify(keep))
         return
     w = Words(b, 4)

@@ -137,12 +137,12 @@ def print_slopes(
         delta = [w.load(here, LANES.delta + v * step) for v in range(tile.vectors)]
         for site in sites:
             site.clear()
-        with tile.loop(keys, "key") as key:
+        with tile.keys(outer, rows, keys, first) as (key, staged):
             shared = tile.key(outer, b.add(first, key))
             offset = b.add(b.mul(key, I64(ROW)), at)
             for v in range(tile.vectors):
                 place = b.add(offset, I64(v * step))
-                printer = tile.pair(rows[v], shared, w.load(s, place))
+                printer = tile.pair(rows[v], shared, w.load(s, place), staged, v)
                 value = printer.vector(score)
                 if keep is not None:
                     value = b.select(printer.vector(keep), value, w.k(float("-inf")))

@@ -16,7 +16,7 @@ from tilewise.backends.cpu import fold, machine_code, pair_launch, pool
 from tilewise.backends.cpu.isa import BLOCK_ROWS, Isa, detect, uses_pairs
 from tilewise.backends.cpu.parameters import LANES, SEGMENT, P
 from tilewise.backends.cpu.print_interval import needs_table
-from tilewise.backends.cpu.slots import Slots, fill, float_bits
+from tilewise.backends.cpu.slots import Slots, describe, fill, float_bits
 from tilewise.backends.protocol import Schedule
 from tilewise.spec import expression as ex
 from tilewise.spec.dropout import keep_threshold
@@ -237,8 +237,8 @@ def common(block: Block, problem: Problem, inputs: Inputs) -> None:
 
 def class_tables(block: Block, problem: Problem, inputs: Inputs, found: list[Piece]) -> list[tuple[int, int]]:
     """(address, columns) of each segment's table of tile classes; zeros where the compiled code needs none."""
-    keep = problem.spec.keep
-    if keep is None or not needs_table(keep):
+    keep, slots = problem.spec.keep, describe(problem.spec, inputs.leaves)
+    if keep is None or slots is None or not needs_table(keep, slots):
         return [(0, 0)] * len(found)
     made: dict[tuple, tuple[int, int]] = {}
     by_batch = "b" in ex.variables(keep)

@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 EMPTY, FULL = 0, 2
 CLASS_KEYS = 64
 """Keys of one tile of the classification; runs of one class become one block."""
-JIT = {"nogil": True, "error_model": "numpy", "inline": "never"}
+JIT = {
+    "nogil": True, "error_model": "numpy", "inline": "never", "no_cpython_wrapper": True, "no_cfunc_wrapper": True,
+    "_nrt": False,
+}  # fmt: skip
+"""Called from compiled code alone, on numbers alone: neither wrappers for Python nor counted references."""
 f32, i32 = types.float32, types.int32
 call_fold = indirect(types.void, 7)
 call_classify = indirect(types.int64, 6)

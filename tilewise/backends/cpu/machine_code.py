@@ -41,8 +41,8 @@ SOURCES = {
     "decode": (*_EMITTERS, "loops", "row_micro", "forward_kernel", "decode_kernel"),
     "backward": (*_EMITTERS, *_PAIRS, "loops", "backward_rows", "pair_backward", "backward_kernel"),
     "finish": (*_EMITTERS, "loops", "backward_kernel"),
-    "fold": (*_EMITTERS, "print_vector", "print_interval", "slots", "fold"),
-    "slopes": (*_EMITTERS, "print_vector", "slots", "fold", "fold_slopes"),
+    "fold": (*_EMITTERS, "counted", "print_vector", "print_interval", "stage", "slots", "fold"),
+    "slopes": (*_EMITTERS, "counted", "print_vector", "stage", "slots", "fold", "fold_slopes"),
     "peak": ("isa", "words", "peaks"),
 }
 """Modules that write each kind of object: another text of theirs is another key."""

@@ -73,6 +73,7 @@ class VectorPrinter:
         self.spec, self.scratch = spec, scratch
         self.values: dict[Node, ir.Value] = {}
         self.variables: dict[str, ir.Value] = {}
+        self.staged: dict[Node, ir.Value] = {}
 
     # ---- pieces ----------------------------------------------------------------------------------------------
 
@@ -196,11 +197,14 @@ class VectorPrinter:
 
     # ---- leaves ----------------------------------------------------------------------------------------------
 
-    def offset(self, node: Node) -> tuple[ir.Value, ir.Value | None]:
-        """(scalar byte address, vector of byte offsets or None) of a load's element."""
+    def offset(self, node: Node, without: int = -1) -> tuple[ir.Value, ir.Value | None]:
+        """(scalar byte address, vector of byte offsets or None) of a load's element; or of the first along the
+        dimension `without`."""
         b, at = self.b, self.slots.leaf_at[int(node.value)]  # type: ignore[arg-type]
         base, lanes = self.slot(at), None
         for n, index in enumerate(node.args):
+            if n == without:
+                continue
             size, stride = self.slot(at + 1 + 2 * n), self.slot(at + 2 + 2 * n)
             last = b.sub(b.trunc(size, I32), I32(1))
             if not self.is_vector(index):
@@ -222,23 +226,33 @@ class VectorPrinter:
         return b.select(b.icmp_signed(">", low, last), last, low)
 
     def _load(self, node: Node) -> ir.Value:
+        if node in self.staged:
+            return self._staged(node)
         element = self.slots.elements[int(node.value)]  # type: ignore[arg-type]
         base, lanes = self.offset(node)
         if lanes is None:
-            value = self._element(base, element, node.type)
+            value = self.element(base, element, node.type)
             return self.w.splat(value) if self.is_vector(node) else value
         kind = {"float": F32, "int": I32, "bool": I8}[node.type]
         vector = ir.Constant(ir.VectorType(kind, self.w.lanes), ir.Undefined)
         for lane in range(self.w.lanes):
             step = self.b.extract_element(lanes, I32(lane))
             address = self.b.add(base, step if self.slots.far else self.b.sext(step, I64))
-            value = self._element(address, element, node.type, as_byte=True)
+            value = self.element(address, element, node.type, as_byte=True)
             vector = self.b.insert_element(vector, value, I32(lane))
         if node.type == "bool":
             return self.b.icmp_signed("!=", vector, ir.Constant(vector.type, [0] * self.w.lanes))
         return vector
 
-    def _element(self, address: ir.Value, element: str, kind: str, as_byte: bool = False) -> ir.Value:
+    def _staged(self, node: Node) -> ir.Value:
+        """The vector of a load that `stage` has turned: bytes or float32."""
+        if node.type == "float":
+            return self.w.load(self.staged[node], 0)
+        raw = self.w.load(self.staged[node], 0, ir.VectorType(I8, self.w.lanes))
+        return self.b.icmp_signed("!=", raw, ir.Constant(raw.type, [0] * self.w.lanes))
+
+    def element(self, address: ir.Value, element: str, kind: str, as_byte: bool = False) -> ir.Value:
+        """The number at an address as what the tree wants; a condition as a byte where asked."""
         b, raw = self.b, self.w.load(address, 0, _RAW[element])
         if element == "bf16":
             raw = b.bitcast(b.shl(b.zext(raw, I32), I32(16)), F32)

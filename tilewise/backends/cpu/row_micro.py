@@ -96,37 +96,52 @@ class RowMicro(Micro):
         return _emit(_void(3, f32), body, "row, dim, to, scale")
 
     def scores(self, rows: int) -> Any:
-        """scores(k, k_row, keys, q, q_row, dim, s, v, v_row, v_bytes): s[key][row] = q[row] . k[key].
+        """scores(k, k_row, keys, q, q_row, dim, s, ahead): s[key][row] = q[row] . k[key].
 
-        s needs room for `keys_at_once` rows more. The rows of v are asked for on the way.
+        s needs room for `keys_at_once` rows more. What lies `ahead` bytes after what is read is asked for.
         """
         together = keys_at_once(self.lanes, rows)
+        unrolled = max(LINE // (self.lanes * self.size), 1)
 
-        def body(b, k, k_row, keys, q, q_row, dim, s, v, v_row, v_bytes):
-            w, last = self.words(b), b.sub(keys, I64(1))
+        def body(b, k, k_row, keys, q, q_row, dim, s, ahead):
+            w, last, lanes = self.words(b), b.sub(keys, I64(1)), I64(self.lanes)
             groups = b.sdiv(b.add(keys, I64(together - 1)), I64(together))
+            steps = b.sdiv(dim, I64(self.lanes * unrolled))
+            rest = b.mul(steps, I64(self.lanes * unrolled))
+            whole = b.mul(b.sdiv(dim, lanes), lanes)
+            from_q = [b.add(q, b.mul(q_row, I64(r))) for r in range(rows)]
             with cgutils.for_range(b, groups, intp=I64) as loop:
                 first = b.mul(loop.index, I64(together))
                 # Keys past the end are the last one again.
-                index = [self._least(b, b.add(first, I64(n)), last) for n in range(together)]
-                source = [b.add(k, b.mul(n, k_row)) for n in index]
-                lines = b.sdiv(b.add(v_bytes, I64(LINE - 1)), I64(LINE))
-                with cgutils.for_range(b, lines, intp=I64) as line:
-                    for n in index:
-                        place = b.add(b.mul(n, v_row), b.mul(line.index, I64(LINE)))
-                        self._prefetch(b, b.add(v, place))
+                source = [
+                    b.add(k, b.mul(self._least(b, b.add(first, I64(n)), last), k_row))
+                    for n in range(together)
+                ]
                 sums = self._sums(w, together * rows)
-                for at, place in self._chunks(b, dim):
-                    from_k, from_q = b.mul(at, I64(self.size)), b.mul(place, I64(4))
-                    numbers = [w.widen(address, from_k, self.dtype) for address in source]
-                    for r in range(rows):
-                        row = w.load(b.add(q, b.mul(q_row, I64(r))), from_q)
+
+                def vector(at: ir.Value, place: ir.Value, step: int) -> None:
+                    from_k = b.add(b.mul(at, I64(self.size)), I64(step * self.lanes * self.size))
+                    numbers = [w.widen(b.add(address, from_k), 0, self.dtype) for address in source]
+                    for r, base in enumerate(from_q):
+                        row = w.load(b.add(base, b.mul(place, I64(4))), step * self.vector_bytes)
                         for n, number in enumerate(numbers):
                             cell = sums[n * rows + r]
                             b.store(w.fma(number, row, b.load(cell)), cell)
+
+                with cgutils.for_range(b, steps, intp=I64) as step:
+                    at = b.mul(step.index, I64(self.lanes * unrolled))
+                    for address in source:
+                        self._prefetch(b, b.add(b.add(address, ahead), b.mul(at, I64(self.size))))
+                    for n in range(unrolled):
+                        vector(at, at, n)
+                with cgutils.for_range(b, b.sdiv(b.sub(whole, rest), lanes), intp=I64) as step:
+                    at = b.add(rest, b.mul(step.index, lanes))
+                    vector(at, at, 0)
+                with b.if_then(b.icmp_signed("<", whole, dim)):
+                    vector(b.sub(dim, lanes), whole, 0)
                 self._store_scores(w, [b.load(cell) for cell in sums], b.add(s, b.mul(first, I64(ROW))), rows)
 
-        return _emit(_void(10), body, "k, k_row, keys, q, q_row, dim, s, v, v_row, v_bytes")
+        return _emit(_void(8), body, "k, k_row, keys, q, q_row, dim, s, ahead")
 
     def _store_scores(self, w: Words, sums: list[ir.Value], to: ir.Value, rows: int) -> None:
         b = w.b
@@ -141,41 +156,48 @@ class RowMicro(Micro):
                     w.store(b.shuffle_vector(total, total, order), to, place)
 
     def weighted(self, rows: int) -> Any:
-        """weighted(v, v_row, keys, p, alpha, acc, acc_row, dim_v, k, k_row): acc[row] = acc[row] alpha[row] +
-        sum_key p[key][row] v[key], the sum from zero. The rows of k, as many, are asked for on the way.
+        """weighted(v, v_row, keys, p, alpha, acc, acc_row, dim_v, ahead): acc[row] = acc[row] alpha[row] +
+        sum_key p[key][row] v[key], the sum from zero. What lies `ahead` bytes after what is read is asked for.
         """
         wide = 8 // rows
 
-        def body(b, v, v_row, keys, p, alpha, acc, acc_row, dim_v, k, k_row):
+        def body(b, v, v_row, keys, p, alpha, acc, acc_row, dim_v, ahead):
             w, lanes = self.words(b), I64(self.lanes)
-            chunks = b.sdiv(b.add(dim_v, b.sub(lanes, I64(1))), lanes)
-            last, end = b.sub(chunks, I64(1)), b.sub(dim_v, lanes)
-            groups = b.sdiv(b.add(chunks, I64(wide - 1)), I64(wide))
-            with cgutils.for_range(b, groups, intp=I64) as loop:
-                first = b.mul(loop.index, I64(wide))
-                # Vectors past the end are the last one again: the same sum goes to the same place.
-                place = [b.mul(self._least(b, b.add(first, I64(n)), last), lanes) for n in range(wide)]
-                source = [b.mul(self._least(b, n, end), I64(self.size)) for n in place]
-                ahead = b.add(k, source[0])
-                sums = self._sums(w, wide * rows)
+            whole = b.mul(b.sdiv(dim_v, lanes), lanes)
+            groups = b.sdiv(dim_v, I64(self.lanes * wide))
+            rest = b.mul(groups, I64(self.lanes * wide))
+
+            def columns(at: ir.Value, place: ir.Value, count: int) -> None:
+                sums = self._sums(w, count * rows)
+                source = b.add(v, b.mul(at, I64(self.size)))
                 with cgutils.for_range(b, keys, intp=I64) as key:
-                    base = b.add(v, b.mul(key.index, v_row))
+                    base = b.add(source, b.mul(key.index, v_row))
                     weights = b.add(p, b.mul(key.index, I64(ROW)))
-                    for line in range(0, wide * self.lanes * self.size, LINE):
-                        self._prefetch(b, b.add(b.add(ahead, b.mul(key.index, k_row)), I64(line)))
-                    numbers = [w.widen(base, at, self.dtype) for at in source]
+                    for line in range(0, count * self.lanes * self.size, LINE):
+                        self._prefetch(b, b.add(b.add(base, ahead), I64(line)))
+                    numbers = [w.widen(base, n * self.lanes * self.size, self.dtype) for n in range(count)]
                     for r in range(rows):
                         weight = w.splat(w.load(weights, 4 * r, F32))
                         for n, number in enumerate(numbers):
-                            cell = sums[r * wide + n]
+                            cell = sums[r * count + n]
                             b.store(w.fma(weight, number, b.load(cell)), cell)
                 for r in range(rows):
-                    factor, row = w.splat(w.load(alpha, 4 * r, F32)), b.add(acc, b.mul(acc_row, I64(r)))
-                    olds = [w.load(row, b.mul(n, I64(4))) for n in place]
-                    for n, at in enumerate(place):
-                        w.store(w.fma(olds[n], factor, b.load(sums[r * wide + n])), row, b.mul(at, I64(4)))
+                    factor = w.splat(w.load(alpha, 4 * r, F32))
+                    row = b.add(b.add(acc, b.mul(acc_row, I64(r))), b.mul(place, I64(4)))
+                    for n in range(count):
+                        old = w.load(row, n * self.vector_bytes)
+                        w.store(w.fma(old, factor, b.load(sums[r * count + n])), row, n * self.vector_bytes)
 
-        return _emit(_void(10), body, "v, v_row, keys, p, alpha, acc, acc_row, dim_v, k, k_row")
+            with cgutils.for_range(b, groups, intp=I64) as loop:
+                at = b.mul(loop.index, I64(self.lanes * wide))
+                columns(at, at, wide)
+            with cgutils.for_range(b, b.sdiv(b.sub(whole, rest), lanes), intp=I64) as loop:
+                at = b.add(rest, b.mul(loop.index, lanes))
+                columns(at, at, 1)
+            with b.if_then(b.icmp_signed("<", whole, dim_v)):
+                columns(b.sub(dim_v, lanes), whole, 1)
+
+        return _emit(_void(9), body, "v, v_row, keys, p, alpha, acc, acc_row, dim_v, ahead")
 
     @functools.cached_property
     def peak(self) -> Any:
