@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 
 class BackwardTiles(NamedTuple):
-    """A choice for each kernel."""
+    """A choice for each kernel; careful: those of the second look."""
 
     keys: Tiles
     rows: Tiles
     prepare: Tiles
+    careful: Tiles
     swizzle: int
 
 
@@ -57,6 +58,13 @@ def choose_backward(problem: Problem, machine: Machine) -> BackwardTiles:
         fit_keys(keys, d, dv, problem.dtype.itemsize, machine),
         fit_rows(rows, d, dv, problem.dtype.itemsize, machine),
         fit_rows(Tiles(small, small, 4, 1), d, dv, problem.dtype.itemsize, machine),
+        fit_keys(
+            Tiles(small, small, 8 if small == 64 or widest > 256 else 4, 1),
+            d,
+            dv,
+            problem.dtype.itemsize,
+            machine,
+        ),
         swizzle[0] if swizzle else (4 if problem.spec.keep is not None else 1),
     )
 

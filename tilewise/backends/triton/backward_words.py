@@ -7,9 +7,10 @@ walk the tiles as the forward does: FULL runs without mask work, PARTIAL runs wi
 Weights are exp(s - m); a row that takes no part has m = +inf.
 
 The second look. Two things are too dear for every tile, and rare: m alone carries the rounding of a large lse, and a
-product with a weight of 0 lets a NaN through. A head that `prepare_kernel` marked, and a program whose sums came out
-NaN, walks its tiles once more, slowly (CAREFUL): weights from m and low apart, what is not finite taken as 0 in the
-products (a pair that sees it has a NaN in its weight or slope already), rows that take no part cut off by a select.
+product with a weight of 0 lets a NaN through. Heads that `prepare_kernel` marked, and heads of a program whose sums
+came out NaN, are left to a second launch of both kernels (CAREFUL): weights from m and low apart, what is not finite
+taken as 0 in the products (a pair that sees it has a NaN in its weight or slope already), rows that take no part cut
+off by a select. Its programs find no mark in the usual call, and end at once; the host reads nothing.
 
 Source: Dao, FlashAttention-2, 2023, algorithm 2, https://arxiv.org/abs/2307.08691.
 """

@@ -25,13 +25,13 @@ from tilewise.backends.triton.philox import kept_tile
 
 @triton.jit
 def absorb_rows(
-    dk, dv, sums, k, v, first, last, q_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, q_n, q_d, g_n, g_d, size_d, size_dv, n_q,
-    j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h, g, scale, seed, threshold, drop_factor, h_word, b_word,
-    data, derive, keep, classify,
-    MASKED: tl.constexpr, CAREFUL: tl.constexpr, STAGES: tl.constexpr, HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr,
+    dk, dv, sums, k, v, first, last, q_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, q_desc, do_desc, m_desc, delta_desc,
+    b_desc, start, line, q_n, q_d, g_n, g_d, size_d, size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h,
+    g, scale, seed, threshold, drop_factor, h_word, b_word, data, derive, keep, classify, MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr, STAGES: tl.constexpr, HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr,
     DROPOUT: tl.constexpr, SITES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dk, dv and the column sums after the row tiles first .. last - 1 of one head."""
     for t in tl.range(first, last, num_stages=STAGES):
@@ -40,15 +40,18 @@ def absorb_rows(
         if MASKED and HAS_MASK:
             # A row that sees none of these keys is not read: it may hold anything.
             inside = inside & (classify(rows, rows, j0, j1, q_offset, k_offset, b, h, h, g, data) != 0)
-        q = load_tile(q_ptr, rows, q_n, q_d, size_d, inside, MASKED, D_PAD, EVEN, STEP, UNIT)
-        do = load_tile(do_ptr, rows, g_n, g_d, size_dv, inside, MASKED, DV_PAD, EVEN_V, STEP, UNIT).to(
-            v.dtype
-        )
-        if MASKED:
+        if TMA and not MASKED:
+            i0 = t * BLOCK_M
+            q = q_desc.load([b_desc, h, start + i0, 0]).reshape(BLOCK_M, D_PAD)
+            do = do_desc.load([b_desc, h, start + i0, 0]).reshape(BLOCK_M, DV_PAD)
+            m = m_desc.load([0, line + i0]).reshape(BLOCK_M)
+            delta = delta_desc.load([0, line + i0]).reshape(BLOCK_M)
+        else:
+            q = load_tile(q_ptr, rows, q_n, q_d, size_d, inside, MASKED, D_PAD, EVEN, STEP, UNIT)
+            do = load_tile(do_ptr, rows, g_n, g_d, size_dv, inside, MASKED, DV_PAD, EVEN_V, STEP, UNIT)
+            do = do.to(v.dtype)
             m = tl.load(m_ptr + rows, mask=inside, other=INF)
             delta = tl.load(delta_ptr + rows, mask=inside, other=0.0)
-        else:
-            m, delta = tl.load(m_ptr + rows), tl.load(delta_ptr + rows)
         low = tl.zeros_like(m)
         if CAREFUL:
             low = tl.load(low_ptr + rows, mask=inside, other=0.0)
@@ -103,16 +106,15 @@ def absorb_rows(
 
 @triton.jit
 def key_program(
-    q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dk_ptr, dv_ptr, sums_ptr,
-    seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr,
-    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
-    batch, heads, group, seqlen_q, seqlen_k, key_tiles, swizzle,
-    q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
-    data, derive, keep, classify, classify_coarse,
-    HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, LAST: tl.constexpr,
-    SITES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dk_ptr, dv_ptr, sums_ptr, seed_ptr,
+    q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, q_desc, do_desc, m_desc, delta_desc,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dk_b, dk_h, dk_n, dv_b, dv_h,
+    dv_n, batch, heads, group, seqlen_q, seqlen_k, key_tiles, swizzle, q_offset, k_offset, h_offset, b_offset,
+    size_d, size_dv, threshold, scale, drop_factor, data, derive, keep, classify, classify_coarse,
+    HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
+    LAST: tl.constexpr, SITES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """One program: see the header. Strides of q, k, v and do are in units of STEP elements."""
     # ---- which keys ----
@@ -145,6 +147,12 @@ def key_program(
     b_wide, g_wide = tl.cast(tensor_b, tl.int64), tl.cast(g, tl.int64)
     k_base = k_ptr + (b_wide * k_b + g_wide * k_h + key0 * k_n) * STEP
     v_base = v_ptr + (b_wide * v_b + g_wide * v_h + key0 * v_n) * STEP
+    marked = 0
+    for member in range(0, group):
+        marked = tl.maximum(marked, tl.load(marks_ptr + b * heads + g * group + member))
+    # Marked heads are left to the second look, which takes no others.
+    mine = marked > 0 if CAREFUL else marked == 0
+    own = own & mine
     k = load_tile(k_base, columns, k_n, k_d, size_d, own, True, D_PAD, EVEN, STEP, UNIT)
     v = load_tile(v_base, columns, v_n, v_d, size_dv, own, True, DV_PAD, EVEN_V, STEP, UNIT)
     seed = 0
@@ -153,19 +161,24 @@ def key_program(
     row_tiles = tl.where(j0 < n_k, tl.cdiv(n_q, BLOCK_M), 0)
     dk = tl.zeros([BLOCK_N, D_PAD], tl.float32)
     dv = tl.zeros([BLOCK_N, DV_PAD], tl.float32)
-    again = 0
-    for member in range(0, group):
-        again = tl.maximum(again, tl.load(marks_ptr + b * heads + g * group + member))
 
     # ---- its rows ----
-    for member in range(0, tl.where(again > 0, 0, group)):
+    for member in range(0, tl.where(mine, group, 0)):
         h = g * group + member
         line = (b_wide * heads + h) * seqlen_q + row0
         h_wide = tl.cast(h, tl.int64)
         q_base = q_ptr + (b_wide * q_b + h_wide * q_h + row0 * q_n) * STEP
         do_base = do_ptr + (b_wide * g_b + h_wide * g_h + row0 * g_n) * STEP
         sums = start_sums(BLOCK_N, SITES)
-        if HAS_MASK:
+        if CAREFUL:
+            dk, dv, sums = absorb_rows(
+                dk, dv, sums, k, v, 0, row_tiles, q_base, do_base, m_ptr + line, low_ptr + line, delta_ptr + line,
+                q_desc, do_desc, m_desc, delta_desc, tensor_b, row0, line.to(tl.int32), q_n, q_d, g_n, g_d, size_d,
+                size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h, g, scale, seed, threshold,
+                drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, True, True, STAGES, HAS_MASK,
+                HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
+                TMA)  # fmt: skip
+        elif HAS_MASK:
             chunk = 0
             while chunk < row_tiles:
                 stop = tl.minimum(chunk + CHUNK, row_tiles)
@@ -188,63 +201,44 @@ def key_program(
                     at = tl.min(tl.where((t >= middle) & (kind != 2), t, stop), 0)
                     dk, dv, sums = absorb_rows(
                         dk, dv, sums, k, v, first, middle, q_base, do_base, m_ptr + line, low_ptr + line,
-                        delta_ptr + line, q_n, q_d, g_n, g_d, size_d, size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset,
-                        k_offset, b, h, g, scale, seed, threshold, drop_factor, h + h_offset, b + b_offset, data,
-                        derive,
-                        keep, classify, True, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N,
-                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION)  # fmt: skip
+                        delta_ptr + line, q_desc, do_desc, m_desc, delta_desc, tensor_b, row0, line.to(tl.int32),
+                        q_n, q_d, g_n, g_d, size_d, size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h,
+                        g, scale, seed, threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep,
+                        classify, True, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD,
+                        DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
                     dk, dv, sums = absorb_rows(
                         dk, dv, sums, k, v, middle, at, q_base, do_base, m_ptr + line, low_ptr + line,
-                        delta_ptr + line, q_n, q_d, g_n, g_d, size_d, size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset,
-                        k_offset, b, h, g, scale, seed, threshold, drop_factor, h + h_offset, b + b_offset, data,
-                        derive,
-                        keep, classify, False, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N,
-                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION)  # fmt: skip
+                        delta_ptr + line, q_desc, do_desc, m_desc, delta_desc, tensor_b, row0, line.to(tl.int32),
+                        q_n, q_d, g_n, g_d, size_d, size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h,
+                        g, scale, seed, threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep,
+                        classify, False, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N,
+                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
                 chunk = stop
         else:
             middle = tl.minimum(n_q // BLOCK_M, row_tiles)
             dk, dv, sums = absorb_rows(
                 dk, dv, sums, k, v, 0, middle, q_base, do_base, m_ptr + line, low_ptr + line, delta_ptr + line,
-                q_n, q_d, g_n, g_d, size_d, size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h, g, scale,
-                seed, threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, False, False,
-                STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP,
-                UNIT,
-                PRECISION)  # fmt: skip
+                q_desc, do_desc, m_desc, delta_desc, tensor_b, row0, line.to(tl.int32), q_n, q_d, g_n, g_d, size_d,
+                size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h, g, scale, seed, threshold,
+                drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, False, False, STAGES,
+                HAS_MASK, HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
+                PRECISION, TMA)  # fmt: skip
             dk, dv, sums = absorb_rows(
                 dk, dv, sums, k, v, middle, row_tiles, q_base, do_base, m_ptr + line, low_ptr + line,
-                delta_ptr + line,
-                q_n, q_d, g_n, g_d, size_d, size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h, g, scale,
-                seed, threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, True, False,
+                delta_ptr + line, q_desc, do_desc, m_desc, delta_desc, tensor_b, row0, line.to(tl.int32), q_n, q_d,
+                g_n, g_d, size_d, size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h, g, scale, seed,
+                threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, True, False,
                 STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP,
-                UNIT,
-                PRECISION)  # fmt: skip
-        at_line = (b_wide * heads + h) * seqlen_k + key0 + columns
-        store_sums(sums_ptr, sums, batch * heads * seqlen_k, at_line, own, SITES)
-
-    # ---- the second look ----
-    bad = tl.maximum(
-        tl.max(tl.max((dk != dk).to(tl.int32), 1), 0), tl.max(tl.max((dv != dv).to(tl.int32), 1), 0)
-    )
-    again = tl.maximum(again, bad)
-    dk = tl.where(again > 0, 0.0, dk)
-    dv = tl.where(again > 0, 0.0, dv)
-    for member in range(0, tl.where(again > 0, group, 0)):
-        h = g * group + member
-        line = (b_wide * heads + h) * seqlen_q + row0
-        h_wide = tl.cast(h, tl.int64)
-        q_base = q_ptr + (b_wide * q_b + h_wide * q_h + row0 * q_n) * STEP
-        do_base = do_ptr + (b_wide * g_b + h_wide * g_h + row0 * g_n) * STEP
-        sums = start_sums(BLOCK_N, SITES)
-        dk, dv, sums = absorb_rows(
-            dk, dv, sums, k, v, 0, row_tiles, q_base, do_base, m_ptr + line, low_ptr + line, delta_ptr + line,
-            q_n, q_d, g_n, g_d, size_d, size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h, g, scale, seed,
-            threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, True, True, 1, HAS_MASK,
-            HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-            PRECISION)  # fmt: skip
+                UNIT, PRECISION, TMA)  # fmt: skip
         at_line = (b_wide * heads + h) * seqlen_k + key0 + columns
         store_sums(sums_ptr, sums, batch * heads * seqlen_k, at_line, own, SITES)
 
     # ---- finish ----
+    if not CAREFUL:
+        wrong = tl.max(tl.max((dk != dk).to(tl.int32), 1), 0) + tl.max(tl.max((dv != dv).to(tl.int32), 1), 0)
+        if wrong > 0:
+            for member in range(0, group):
+                tl.store(marks_ptr + b * heads + g * group + member, 1)
     d, d_v = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
     dk_rows = dk_ptr + b_wide * dk_b + g_wide * dk_h + (key0 + columns).to(tl.int64)[:, None] * dk_n
     dv_rows = dv_ptr + b_wide * dv_b + g_wide * dv_h + (key0 + columns).to(tl.int64)[:, None] * dv_n

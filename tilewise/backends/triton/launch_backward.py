@@ -52,28 +52,32 @@ PREPARE = Entry(
 KEYS = Entry(
     "key_gradients", "tilewise.backends.triton.key_kernel", "key_program",
     (
-        "q_ptr", "k_ptr", "v_ptr", "do_ptr", *_ROWS, "marks_ptr", "dk_ptr", "dv_ptr", "sums_ptr", *_PLACES, *_STRIDES,
+        "q_ptr", "k_ptr", "v_ptr", "do_ptr", *_ROWS, "marks_ptr", "dk_ptr", "dv_ptr", "sums_ptr", *_PLACES,
+        "q_desc", "do_desc", "m_desc", "delta_desc", *_STRIDES,
         "dk_b:i64", "dk_h:i64", "dk_n:i64", "dv_b:i64", "dv_h:i64", "dv_n:i64", *_SIZES, "key_tiles", "swizzle",
         *_OFFSETS, *_FACTORS,
     ),
     _FOLDS,
     (
         "HAS_MASK", "HAS_TERMS", "DROPOUT", "VARLEN", "LAST", "SITES", "BLOCK_M", "BLOCK_N", "STAGES", *_SHAPE,
+        "TMA", "CAREFUL",
     ),
 )  # fmt: skip
 ROWS = Entry(
     "row_gradients", "tilewise.backends.triton.row_kernel", "row_program",
     (
         "q_ptr", "k_ptr", "v_ptr", "do_ptr", *_ROWS, "marks_ptr", "dq_ptr", "sums_ptr", "pair_ptr", *_PLACES,
-        *_STRIDES, "dq_b:i64", "dq_h:i64", "dq_n:i64", "pair_b:i64", "pair_h:i64", "pair_i:i64", "pair_j:i64", *_SIZES,
-        "row_tiles", "swizzle", *_OFFSETS, *_FACTORS,
+        "k_desc", "v_desc", *_STRIDES, "dq_b:i64", "dq_h:i64", "dq_n:i64", "pair_b:i64", "pair_h:i64", "pair_i:i64",
+        "pair_j:i64", *_SIZES, "row_tiles", "swizzle", *_OFFSETS, *_FACTORS,
     ),
     _FOLDS,
     (
         "HAS_MASK", "HAS_TERMS", "DROPOUT", "VARLEN", "LAST", "SITES", "PAIR", "PAIR_STEP", "BLOCK_M", "BLOCK_N",
-        "STAGES", *_SHAPE,
+        "STAGES", *_SHAPE, "TMA", "CAREFUL",
     ),
 )  # fmt: skip
+TMA_WORK = 2.0e10
+"""Operations from which descriptors are worth their host time; the forward's number."""
 FEW_KEYS = 64
 """So few keys that a row may see one only, whose slope must be 0 to the last bit."""
 LARGE = {torch.float32: 8.0, torch.float16: 256.0, torch.bfloat16: 1024.0}
@@ -94,6 +98,18 @@ def site_entry(site: int) -> Entry:
     )  # fmt: skip
 
 
+def descriptor(problem: Problem, t: Tensor, rows: int, width: int) -> Any:
+    """Descriptor of a q- or k-like tensor as (batch, head, token, d), in blocks of some tokens."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    view = t if problem.options.layout == "dense" else t.transpose(0, 1).unsqueeze(0)
+    # A dimension of one element may have any stride that the hardware takes.
+    strides = [
+        x if n > 1 or d == 3 else 16 for d, (x, n) in enumerate(zip(view.stride(), view.shape, strict=True))
+    ]
+    return TensorDescriptor(view, list(view.shape), strides, [1, 1, rows, width])
+
+
 class Layout(NamedTuple):
     """(batch, head, token, d) strides of q, k, v, do and out, in units of step elements."""
 
@@ -108,7 +124,8 @@ def layout_of(problem: Problem, tensors: tuple[Tensor, ...]) -> Layout:
     unit = all(f[3] == 1 or t.shape[-1] <= 1 for f, t in zip(found, tensors, strict=True))
     step = 16 // problem.dtype.itemsize
     aligned = unit and not any(t.data_ptr() & 15 for t in tensors)
-    if not (aligned and not any(x % step for f in found for x in f[:3])):
+    sizes = (problem.shape.head_dim, problem.shape.head_dim_v, 0)
+    if not aligned or any(x % step for f in (*found, sizes) for x in f[:3]):
         step = 1
     return Layout(tuple(tuple(x // step for x in f) for f in found), step, unit)
 
@@ -123,6 +140,8 @@ class Call:
         self.problem, self.inputs, self.slots = problem, inputs, slots
         self.out, self.lse = saved
         self.do, self.dlse = grads
+        if self.do.stride(-1) != 1:  # a sum's gradient is one number, expanded
+            self.do = self.do.contiguous()
         self.device = max(inputs.q.get_device(), 0)
         self.tiles: BackwardTiles = _tiles(problem, machine_of(self.device))
         self.varlen = problem.options.layout == "varlen"
@@ -155,6 +174,7 @@ class Call:
         if self.varlen:
             self.low.zero_()
             self.delta.zero_()
+        self.tma = self._wants_tma()
         self.marks = inputs.q.new_zeros((max(s.batch, 1) * s.num_heads_q,), dtype=torch.int32)
 
     def _floats(self, n: int) -> Tensor:
@@ -239,34 +259,41 @@ class Call:
 
     def key_gradients(self, sites: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """dk, dv and the column sums of some sites, (sites, B, H, columns)."""
-        s, tiles = self.problem.shape, self.tiles.keys
+        s = self.problem.shape
         dk, dv = (self._gradient(t) for t in (self.inputs.k, self.inputs.v))
         sums = self._sums(sites, s.seqlen_k)
-        key_tiles = self.blocks(tiles.block_n, False)
         units = s.num_heads_kv * (1 if self.varlen else s.batch)
-        values = (
-            *self.tensors, *self.rows, self.marks, dk, dv, sums, *self.places, *self.strides,
-            *four_strides(self.problem, dk)[:3], *four_strides(self.problem, dv)[:3], *self.sizes, key_tiles,
-            self.tiles.swizzle, *self.offsets, *self.factors,
-        )  # fmt: skip
-        self.launch(KEYS, tiles, units * key_tiles, values, SITES=sites)
+        for careful, tiles in ((False, self.tiles.keys), (True, self.tiles.careful)):
+            key_tiles = self.blocks(tiles.block_n, False)
+            tma = self.tma and not careful
+            found = self.row_descriptors(tiles.block_m) if tma else (None,) * 4
+            values = (
+                *self.tensors, *self.rows, self.marks, dk, dv, sums, *self.places, *found, *self.strides,
+                *four_strides(self.problem, dk)[:3], *four_strides(self.problem, dv)[:3], *self.sizes, key_tiles,
+                self.tiles.swizzle, *self.offsets, *self.factors,
+            )  # fmt: skip
+            self.launch(KEYS, tiles, units * key_tiles, values, SITES=sites, TMA=tma, CAREFUL=careful)
         return dk, dv, sums
 
     def row_gradients(
         self, sites: tuple[int, ...], pair: int, target: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """dq and the row sums of some sites, (sites, B, H, rows); a pairwise leaf's gradient goes to `target`."""
-        s, tiles = self.problem.shape, self.tiles.rows
+        s = self.problem.shape
         dq, sums = self._gradient(self.inputs.q), self._sums(sites, s.seqlen_q)
-        row_tiles = self.blocks(tiles.block_m, True)
         units = s.num_heads_q * (1 if self.varlen else s.batch)
         strides, step = ((0, 0, 0, 0), 1) if target is None else self.pair_strides(pair, target)
-        values = (
-            *self.tensors, *self.rows, self.marks, dq, sums, dq if target is None else target, *self.places,
-            *self.strides, *four_strides(self.problem, dq)[:3], *strides, *self.sizes, row_tiles, self.tiles.swizzle,
-            *self.offsets, *self.factors,
-        )  # fmt: skip
-        self.launch(ROWS, tiles, units * row_tiles, values, SITES=sites, PAIR=pair, PAIR_STEP=step)
+        for careful, tiles in ((False, self.tiles.rows), (True, self.tiles.careful)):
+            row_tiles = self.blocks(tiles.block_m, True)
+            tma = self.tma and not careful
+            found = self.key_descriptors(tiles.block_n) if tma else (None, None)
+            values = (
+                *self.tensors, *self.rows, self.marks, dq, sums, dq if target is None else target, *self.places, *found,
+                *self.strides, *four_strides(self.problem, dq)[:3], *strides, *self.sizes, row_tiles,
+                self.tiles.swizzle, *self.offsets, *self.factors,
+            )  # fmt: skip
+            constants = {"SITES": sites, "PAIR": pair, "PAIR_STEP": step, "TMA": tma, "CAREFUL": careful}
+            self.launch(ROWS, tiles, units * row_tiles, values, **constants)
         return dq, sums
 
     def site_gradient(self, site: int, mode: str, target: Tensor, strides: tuple[int, ...]) -> None:
@@ -284,6 +311,38 @@ class Call:
             leaf_batch, leaf_heads, *self.offsets, *self.factors,
         )  # fmt: skip
         self.launch(site_entry(site), tiles, grid, values, MODE=mode, SITE=site)
+
+    # ---- descriptors ---------------------------------------------------------------------------------------
+
+    def _wants_tma(self) -> bool:
+        """Whether FULL tiles come by descriptors: where the hardware has them, and the call is long enough."""
+        s, machine = self.problem.shape, machine_of(self.device)
+        if machine.kind != "cuda" or machine.arch < 90 or self.problem.dtype == torch.float32:
+            return False
+        if self.layout.step == 1 or not self.layout.unit or self.problem.options.batch_invariant:
+            return False
+        if max(s.head_dim, s.head_dim_v) > 256 or self.do.dtype != self.problem.dtype:
+            return False
+        batch = 1 if self.varlen else s.batch
+        work = 5.0 * batch * s.num_heads_q * s.seqlen_q * s.seqlen_k * (s.head_dim + s.head_dim_v)
+        return work >= TMA_WORK and min(s.head_dim, s.head_dim_v) > 0 and self.m.numel() < 2**31
+
+    def row_descriptors(self, rows: int) -> tuple[Any, ...]:
+        """q, do, m and delta in tiles of some rows."""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        def line(t: Tensor) -> Any:
+            return TensorDescriptor(t, [1, t.numel()], [-(-t.numel() // 4) * 4, 1], [1, rows])
+
+        q, do = (
+            descriptor(self.problem, t, rows, w) for t, w in ((self.inputs.q, self.d), (self.do, self.dv))
+        )
+        return q, do, line(self.m), line(self.delta)
+
+    def key_descriptors(self, keys: int) -> tuple[Any, ...]:
+        """k and v in tiles of some keys."""
+        pairs = ((self.inputs.k, self.d), (self.inputs.v, self.dv))
+        return tuple(descriptor(self.problem, t, keys, w) for t, w in pairs)
 
     # ---- memory --------------------------------------------------------------------------------------------
 

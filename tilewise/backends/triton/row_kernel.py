@@ -35,14 +35,13 @@ def store_pairs(ptr, part, i, j, pair_i, pair_j, mask, STEP: tl.constexpr):
 
 @triton.jit
 def absorb_keys(
-    dq, sums, q, do, m, low, delta, first, last, k_ptr, v_ptr, pair_ptr, k_n, k_d, v_n, v_d, pair_i, pair_j, size_d,
-    size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset, k_offset, b, h, g, scale, seed, threshold, drop_factor, h_word,
-    b_word, data, derive, keep, classify,
-    MASKED: tl.constexpr, CAREFUL: tl.constexpr, STAGES: tl.constexpr, HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr,
-    DROPOUT: tl.constexpr, SITES: tl.constexpr, PAIR: tl.constexpr,
-    PAIR_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    dq, sums, q, do, m, low, delta, first, last, k_ptr, v_ptr, pair_ptr, k_desc, v_desc, b_desc, start, k_n, k_d,
+    v_n, v_d, pair_i, pair_j, size_d, size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset, k_offset, b, h, g, scale, seed,
+    threshold, drop_factor, h_word, b_word, data, derive, keep, classify, MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr, STAGES: tl.constexpr, HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr,
+    DROPOUT: tl.constexpr, SITES: tl.constexpr, PAIR: tl.constexpr, PAIR_STEP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr,
+    STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dq and the row sums after the key tiles first .. last - 1."""
     for t in tl.range(first, last, num_stages=STAGES):
@@ -51,8 +50,12 @@ def absorb_keys(
         inside = columns < n_k
         if MASKED and HAS_MASK:
             inside = inside & (classify(i0, i1, columns, columns, q_offset, k_offset, b, h, h, g, data) != 0)
-        k = load_tile(k_ptr, columns, k_n, k_d, size_d, inside, MASKED, D_PAD, EVEN, STEP, UNIT)
-        v = load_tile(v_ptr, columns, v_n, v_d, size_dv, inside, MASKED, DV_PAD, EVEN_V, STEP, UNIT)
+        if TMA and not MASKED:
+            k = k_desc.load([b_desc, g, start + j0, 0]).reshape(BLOCK_N, D_PAD)
+            v = v_desc.load([b_desc, g, start + j0, 0]).reshape(BLOCK_N, DV_PAD)
+        else:
+            k = load_tile(k_ptr, columns, k_n, k_d, size_d, inside, MASKED, D_PAD, EVEN, STEP, UNIT)
+            v = load_tile(v_ptr, columns, v_n, v_d, size_dv, inside, MASKED, DV_PAD, EVEN_V, STEP, UNIT)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         j = columns[None, :]
@@ -86,17 +89,15 @@ def absorb_keys(
 
 @triton.jit
 def row_program(
-    q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dq_ptr, sums_ptr, pair_ptr,
-    seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr,
-    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h, dq_n,
-    pair_b, pair_h, pair_i, pair_j, batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle,
-    q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
-    data, derive, keep, classify, classify_coarse,
-    HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, LAST: tl.constexpr,
-    SITES: tl.constexpr, PAIR: tl.constexpr,
-    PAIR_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dq_ptr, sums_ptr, pair_ptr, seed_ptr,
+    q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, k_desc, v_desc, q_b, q_h, q_n, q_d, k_b,
+    k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h, dq_n, pair_b, pair_h, pair_i, pair_j, batch,
+    heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, q_offset, k_offset, h_offset, b_offset, size_d, size_dv,
+    threshold, scale, drop_factor, data, derive, keep, classify, classify_coarse, HAS_MASK: tl.constexpr,
+    HAS_TERMS: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, LAST: tl.constexpr, SITES: tl.constexpr,
+    PAIR: tl.constexpr, PAIR_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """One program: see the header. Strides of q, k, v and do are in units of STEP elements."""
     # ---- which rows ----
@@ -132,23 +133,32 @@ def row_program(
     k_base = k_ptr + (b_wide * k_b + g_wide * k_h + key0 * k_n) * STEP
     v_base = v_ptr + (b_wide * v_b + g_wide * v_h + key0 * v_n) * STEP
     pair_base = pair_ptr + (b_wide * pair_b + h_wide * pair_h) * PAIR_STEP
+    marked = tl.load(marks_ptr + b * heads + h)
+    # Marked heads are left to the second look, which takes no others.
+    mine = marked > 0 if CAREFUL else marked == 0
+    own = own & mine
     q = load_tile(q_base, rows, q_n, q_d, size_d, own, True, D_PAD, EVEN, STEP, UNIT)
     do = load_tile(do_base, rows, g_n, g_d, size_dv, own, True, DV_PAD, EVEN_V, STEP, UNIT).to(q.dtype)
     line = (b_wide * heads + h) * seqlen_q + row0 + rows
     m = tl.load(m_ptr + line, mask=own, other=INF)
     low = tl.load(low_ptr + line, mask=own, other=0.0)
     delta = tl.load(delta_ptr + line, mask=own, other=0.0)
-    again = tl.load(marks_ptr + b * heads + h)
     seed = 0
     if DROPOUT:
         seed = tl.load(seed_ptr)
 
     # ---- its keys ----
-    tiles = tl.where(i0 < n_q, tl.cdiv(n_k, BLOCK_N), 0)
-    end = tl.where(again > 0, 0, tiles)
+    end = tl.where(mine & (i0 < n_q), tl.cdiv(n_k, BLOCK_N), 0)
     dq = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     sums = start_sums(BLOCK_M, SITES)
-    if HAS_MASK:
+    if CAREFUL:
+        dq, sums = absorb_keys(
+            dq, sums, q, do, m, low, delta, 0, end, k_base, v_base, pair_base, k_desc, v_desc, tensor_b, key0, k_n,
+            k_d, v_n, v_d, pair_i, pair_j, size_d, size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset, k_offset, b, h, g,
+            scale, seed, threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, True,
+            True, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD,
+            EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+    elif HAS_MASK:
         chunk = 0
         while chunk < end:
             stop = tl.minimum(chunk + CHUNK, end)
@@ -170,50 +180,37 @@ def row_program(
                 middle = tl.min(tl.where((t >= first) & (kind != 2), t, stop), 0)
                 at = tl.min(tl.where((t >= middle) & (kind != 1), t, stop), 0)
                 dq, sums = absorb_keys(
-                    dq, sums, q, do, m, low, delta, first, middle, k_base, v_base, pair_base, k_n, k_d, v_n, v_d,
-                    pair_i, pair_j, size_d, size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset, k_offset, b, h, g, scale,
-                    seed, threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, False,
-                    False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD,
-                    DV_PAD, EVEN, EVEN_V,
-                    STEP, UNIT, PRECISION)  # fmt: skip
+                    dq, sums, q, do, m, low, delta, first, middle, k_base, v_base, pair_base, k_desc, v_desc,
+                    tensor_b, key0, k_n, k_d, v_n, v_d, pair_i, pair_j, size_d, size_dv, n_q, n_k, i, q_pos, i0, i1,
+                    q_offset, k_offset, b, h, g, scale, seed, threshold, drop_factor, h + h_offset, b + b_offset,
+                    data, derive, keep, classify, False, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, PAIR,
+                    PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
                 dq, sums = absorb_keys(
-                    dq, sums, q, do, m, low, delta, middle, at, k_base, v_base, pair_base, k_n, k_d, v_n, v_d,
-                    pair_i, pair_j, size_d, size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset, k_offset, b, h, g, scale,
-                    seed, threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, True,
-                    False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD,
-                    DV_PAD, EVEN, EVEN_V,
-                    STEP, UNIT, PRECISION)  # fmt: skip
+                    dq, sums, q, do, m, low, delta, middle, at, k_base, v_base, pair_base, k_desc, v_desc, tensor_b,
+                    key0, k_n, k_d, v_n, v_d, pair_i, pair_j, size_d, size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset,
+                    k_offset, b, h, g, scale, seed, threshold, drop_factor, h + h_offset, b + b_offset, data,
+                    derive, keep, classify, True, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, PAIR,
+                    PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
             chunk = stop
     else:
         middle = tl.minimum(n_k // BLOCK_N, end)
         dq, sums = absorb_keys(
-            dq, sums, q, do, m, low, delta, 0, middle, k_base, v_base, pair_base, k_n, k_d, v_n, v_d, pair_i, pair_j,
-            size_d, size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset, k_offset, b, h, g, scale, seed, threshold,
-            drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, False, False, STAGES, HAS_MASK,
-            HAS_TERMS, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-            PRECISION)  # fmt: skip
+            dq, sums, q, do, m, low, delta, 0, middle, k_base, v_base, pair_base, k_desc, v_desc, tensor_b, key0,
+            k_n, k_d, v_n, v_d, pair_i, pair_j, size_d, size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset, k_offset, b,
+            h, g, scale, seed, threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify,
+            False, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD,
+            DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
         dq, sums = absorb_keys(
-            dq, sums, q, do, m, low, delta, middle, end, k_base, v_base, pair_base, k_n, k_d, v_n, v_d, pair_i,
-            pair_j,
-            size_d, size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset, k_offset, b, h, g, scale, seed, threshold,
-            drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, True, False, STAGES, HAS_MASK,
-            HAS_TERMS, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-            PRECISION)  # fmt: skip
-
-    # ---- the second look ----
-    again = tl.maximum(again, tl.max(tl.max((dq != dq).to(tl.int32), 1), 0))
-    dq = tl.where(again > 0, 0.0, dq)
-    if again > 0:
-        sums = start_sums(BLOCK_M, SITES)
-    dq, sums = absorb_keys(
-        dq, sums, q, do, m, low, delta, 0, tl.where(again > 0, tiles, 0), k_base, v_base, pair_base, k_n, k_d, v_n,
-        v_d,
-        pair_i, pair_j, size_d, size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset, k_offset, b, h, g, scale, seed,
-        threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, True, True, 1, HAS_MASK,
-        HAS_TERMS, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-        PRECISION)  # fmt: skip
+            dq, sums, q, do, m, low, delta, middle, end, k_base, v_base, pair_base, k_desc, v_desc, tensor_b, key0,
+            k_n, k_d, v_n, v_d, pair_i, pair_j, size_d, size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset, k_offset, b,
+            h, g, scale, seed, threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify,
+            True, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD,
+            DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
 
     # ---- finish ----
+    if not CAREFUL:
+        if tl.max(tl.max((dq != dq).to(tl.int32), 1), 0) > 0:
+            tl.store(marks_ptr + b * heads + h, 1)
     store_sums(sums_ptr, sums, batch * heads * seqlen_q, line, own, SITES)
     d = tl.arange(0, D_PAD)
     dq_rows = dq_ptr + b_wide * dq_b + h_wide * dq_h + (row0 + rows).to(tl.int64)[:, None] * dq_n
