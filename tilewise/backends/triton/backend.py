@@ -15,6 +15,8 @@ from tilewise.problem import Inputs, Problem
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tilewise.backends.triton.launch_forward import Prepared
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OLDEST_TRITON = (3, 6)
 OLDEST_ARCH = 75
@@ -60,12 +62,12 @@ class Triton:
         return [*_device_reasons(problem), *_shape_reasons(problem)]
 
     def plan(self, problem: Problem) -> Schedule:
-        from tilewise.backends.triton import launch
+        from tilewise.backends.triton import launch_forward
         from tilewise.backends.triton.machine import INTERPRETED, machine_of
 
         here = torch.cuda.is_available() and not _interpreting()
         machine = machine_of(torch.cuda.current_device()) if here else INTERPRETED
-        tiles, (splits, _) = launch.schedule(problem, machine)
+        tiles, (splits, _) = launch_forward.schedule(problem, machine)
         s = problem.shape
         lines = s.num_heads_q * s.seqlen_q * (1 if problem.options.layout == "varlen" else s.batch)
         workspace = 4 * splits * lines * (s.head_dim_v + 1) if splits > 1 else 0
@@ -76,10 +78,16 @@ class Triton:
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """(out, lse). A leaf of a type that kernels do not read sends the call to the reference."""
-        from tilewise.backends.triton import launch
+        from tilewise.backends.triton import launch_forward
 
-        found = launch.forward(problem, inputs)
+        found = launch_forward.forward(problem, inputs)
         return self._exact.forward(problem, inputs) if found is None else found
+
+    def prepare(self, problem: Problem, inputs: Inputs) -> Prepared | None:
+        """A function for calls like this one (`tilewise.quick`); None where the long way is as good."""
+        from tilewise.backends.triton import launch_forward
+
+        return launch_forward.prepare(problem, inputs)
 
     def backward(
         self,

@@ -70,8 +70,12 @@ def position_offset(offset, offset_ptr, b, default, LAST: tl.constexpr):
 @triton.jit
 def load_tile(ptr, rows, stride_n, stride_d, size_d, row_mask, MASKED: tl.constexpr, D_PAD: tl.constexpr,
               EVEN: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
-    """Rows of a (tokens, D) view as (len(rows), D_PAD); what lies outside is 0 and is not read."""
+    """Rows of a (tokens, D) view as (len(rows), D_PAD); what lies outside is 0 and is not read.
+
+    STEP divides D, so that the mask is one bit for each 16 bytes and rows are read by vectors.
+    """
     d = tl.arange(0, D_PAD)
+    columns = (d // STEP < size_d // STEP)[None, :]
     base = ptr + (rows.to(tl.int64) * stride_n)[:, None] * STEP
     if UNIT:
         pointers = base + d[None, :]
@@ -83,9 +87,9 @@ def load_tile(ptr, rows, stride_n, stride_d, size_d, row_mask, MASKED: tl.conste
         else:
             tile = tl.load(pointers)
     elif MASKED:
-        tile = tl.load(pointers, mask=row_mask[:, None] & (d < size_d)[None, :], other=0.0)
+        tile = tl.load(pointers, mask=row_mask[:, None] & columns, other=0.0)
     else:
-        tile = tl.load(pointers, mask=(d < size_d)[None, :], other=0.0)
+        tile = tl.load(pointers, mask=columns, other=0.0)
     return tile
 
 
@@ -119,7 +123,7 @@ def absorb_run(
         j0 = t * BLOCK_N
         columns = j0 + tl.arange(0, BLOCK_N)
         inside = columns < n_k
-        if TMA and not MASKED:
+        if TMA:
             k = k_desc.load([tensor_b, g, key0 + j0, 0]).reshape(BLOCK_N, D_PAD)
         else:
             k = load_tile(k_ptr, columns, k_n, k_d, size_d, inside, MASKED, D_PAD, EVEN, STEP, UNIT)
@@ -154,14 +158,14 @@ def absorb_run(
             kept = kept_tile(q_pos, j0 + k_offset, h_word, b_word, seed, threshold, BLOCK_M, BLOCK_N)
             p = tl.where(kept, p, 0.0)
         acc = acc * alpha[:, None]
-        if TMA and not MASKED:
+        if TMA:
             v = v_desc.load([tensor_b, g, key0 + j0, 0]).reshape(BLOCK_N, DV_PAD)
         else:
             v = load_tile(v_ptr, columns, v_n, v_d, size_dv, inside, MASKED, DV_PAD, EVEN_V, STEP, UNIT)
-        seen = s != -float("inf")
+        visible = s != -float("inf")
         if DROPOUT:
-            seen = seen & kept
-        acc = weigh(p, v, acc, seen, CAREFUL, PRECISION)
+            visible = visible & kept
+        acc = weigh(p, v, acc, visible, CAREFUL, PRECISION)
         m = m_new
     return acc, m, l
 
@@ -224,7 +228,8 @@ def forward_program(
     q_base = q_ptr + (tl.cast(tensor_b, tl.int64) * q_b + row0 * q_n) * STEP
     q_rows = (rows.to(tl.int64) * q_n + h_rows.to(tl.int64) * q_h)[:, None] * STEP
     q_columns = d[None, :] if UNIT else (d.to(tl.int64) * q_d)[None, :] * STEP
-    q = tl.load(q_base + q_rows + q_columns, mask=alive[:, None] & (d < size_d)[None, :], other=0.0)
+    q_inside = alive[:, None] & (d // STEP < size_d // STEP)[None, :]
+    q = tl.load(q_base + q_rows + q_columns, mask=q_inside, other=0.0)
     k_base = k_ptr + (tl.cast(tensor_b, tl.int64) * k_b + tl.cast(g, tl.int64) * k_h + key0 * k_n) * STEP
     v_base = v_ptr + (tl.cast(tensor_b, tl.int64) * v_b + tl.cast(g, tl.int64) * v_h + key0 * v_n) * STEP
     seed = 0
@@ -322,7 +327,7 @@ def forward_program(
     out_columns = dv[None, :] if UNIT else (dv.to(tl.int64) * o_d)[None, :] * STEP
     tl.store(
         out_base + out_rows + out_columns, out.to(out_ptr.dtype.element_ty),
-        mask=alive[:, None] & (dv < size_dv)[None, :],
+        mask=alive[:, None] & (dv // STEP < size_dv // STEP)[None, :],
     )  # fmt: skip
 
 

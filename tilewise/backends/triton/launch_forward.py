@@ -1,0 +1,441 @@
+"""The forward pass: from a Problem and its tensors to launches of the forward kernel, its splits and their merge."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tilewise.backends.triton import tiles as choice
+from tilewise.backends.triton.compile import Build, Launcher, types_of
+from tilewise.backends.triton.direct import Direct
+from tilewise.backends.triton.launch import (
+    dropout_numbers,
+    four_strides,
+    kernel_launcher,
+    per_batch,
+    plain_launcher,
+    precision_of,
+    tables,
+)
+from tilewise.backends.triton.layout import Slots, describe, fill
+from tilewise.backends.triton.machine import machine_of
+from tilewise.backends.triton.source import Entry, argument_types
+from tilewise.problem import empty_in_order
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from tilewise.backends.triton.tiles import Tiles
+    from tilewise.problem import Inputs, Problem
+
+STRIDES = tuple(
+    f"{name}:i64" for name in (
+        "q_b", "q_h", "q_n", "q_d", "k_b", "k_h", "k_n", "k_d", "v_b", "v_h", "v_n", "v_d",
+        "o_s", "o_b", "o_h", "o_n", "o_d", "l_s", "l_b", "l_h",
+    )
+)  # fmt: skip
+FORWARD = Entry(
+    "forward", "tilewise.backends.triton.forward_kernel", "forward_program",
+    (
+        "q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr", "sink_ptr", "seed_ptr", "q_offset_ptr", "k_offset_ptr",
+        "cu_q_ptr", "cu_k_ptr", "used_q_ptr", "used_k_ptr", "k_desc", "v_desc", *STRIDES,
+        "batch", "heads", "group", "seqlen_q", "seqlen_k", "row_tiles", "swizzle", "splits", "split_tiles",
+        "q_offset", "k_offset", "h_offset", "b_offset", "size_d", "size_dv", "threshold:u32", "scale:fp32",
+        "drop_factor:fp32",
+    ),
+    ("score", "keep", "classify", "classify_coarse"),
+    (
+        "HAS_MASK", "HAS_TERMS", "FUSED", "DROPOUT", "VARLEN", "LAST", "PACKED", "BLOCK_M", "BLOCK_N", "D_PAD",
+        "DV_PAD", "EVEN", "EVEN_V", "STEP", "UNIT", "PRECISION", "TMA",
+        "REDO",
+    ),
+)  # fmt: skip
+AT = {argument.partition(":")[0]: n for n, argument in enumerate(FORWARD.arguments)}
+OFFSETS = slice(AT["q_offset"], AT["b_offset"] + 1)
+SCALE = AT["scale"]
+TMA_WORK = 2.0e10
+"""Operations from which descriptors are worth their host time (about 40 microseconds of an H200)."""
+SWIZZLE = 8
+"""Heads whose row tiles run side by side, so that their K and V share the second-level cache."""
+_recipes: dict[tuple[object, ...], Recipe] = {}
+MOST_RECIPES = 4096
+
+
+class Strides(NamedTuple):
+    """(batch, head, token, d) strides of q, k and v, and (split, ...) of out, in units of `step` elements; unit: every
+    last stride is 1."""
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    out: tuple[int, ...]
+    step: int
+    unit: bool
+
+
+def strides_of(
+    problem: Problem, tensors: Sequence[Tensor], out_strides: Sequence[int], out: Tensor
+) -> Strides:
+    """The strides of a call, and the step that divides them all where addresses allow it."""
+    found = [four_strides(problem, t) for t in tensors] + [tuple(out_strides)]
+    everything = [*tensors, out]
+    unit = all(f[-1] == 1 or t.shape[-1] <= 1 for f, t in zip(found, everything, strict=True))
+    step = 16 // problem.dtype.itemsize
+    aligned = unit and not any(t.data_ptr() & 15 for t in tensors)
+    sizes = (problem.shape.head_dim, problem.shape.head_dim_v)
+    if not aligned or any(x % step for f in (*found, (*sizes, 0)) for x in f[:-1]):
+        step = 1
+    scaled = [tuple(x // step for x in f) for f in found]
+    return Strides(*scaled, step, unit)  # type: ignore[arg-type]
+
+
+class Recipe(NamedTuple):
+    """A launch of the forward kernel with everything that calls of one kind share; see `kind_of`.
+
+    values: the arguments, in which a call's own are replaced (`_own_values`). grid: programs. work: (splits, tiles).
+    """
+
+    run: Any
+    values: list[object]
+    types: tuple[str, ...]
+    grid: int
+    splits: int
+    tiles: Tiles
+    tma: bool
+    aligned: bool
+    out_strides: tuple[int, ...]
+    slots: Slots
+    problem: Problem
+
+
+def kind_of(problem: Problem, inputs: Inputs) -> tuple[object, ...]:
+    """What a recipe depends on: nothing that changes between two calls of the same shapes and options.
+
+    The spec and the options come from a cache of texts and live as long as the recipe, so their identity is a key.
+    """
+    q, k, v = inputs.q, inputs.k, inputs.v
+    key = (
+        id(problem.spec), id(problem.options), problem.shape.batch, q.dtype, q.shape, q.stride(), k.shape,
+        k.stride(), v.shape, v.stride(),
+        q.get_device(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0, inputs.scale > 0,
+    )  # fmt: skip
+    if q.dtype == torch.float32:
+        key += (torch.backends.cuda.matmul.allow_tf32,)
+    others = (
+        inputs.sink, inputs.q_offset, inputs.k_offset, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_q,
+        inputs.seqused_k,
+    )  # fmt: skip
+    key += tuple(t.dtype if isinstance(t, torch.Tensor) else t is None for t in others)
+    if inputs.leaves:
+        leaves = inputs.leaves
+        key += tuple((t.dtype, t.shape, t.stride(), t.data_ptr() & 15 == 0) for t in leaves)
+    return key
+
+
+def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+    """(out, lse); None where a leaf is of a type that kernels do not read, or is empty."""
+    kind = kind_of(problem, inputs)
+    recipe = _recipes.get(kind)
+    if recipe is None:
+        slots = describe(problem.spec, inputs.leaves)
+        if slots is None:
+            return None
+        recipe = make_recipe(problem, inputs, slots)
+        if len(_recipes) >= MOST_RECIPES:
+            _recipes.clear()
+        _recipes[kind] = recipe
+    device = inputs.q.device
+    out = torch.empty_strided(problem.out_shape, recipe.out_strides, dtype=problem.out_dtype, device=device)
+    lse = torch.empty(problem.lse_shape, dtype=torch.float32, device=device)
+    if recipe.splits == 1:
+        if problem.options.layout == "varlen":
+            out.zero_()
+            lse.fill_(-math.inf)
+        recipe.run(recipe.grid, _own_values(recipe, inputs, out, lse))
+        return out, lse
+    parts, part_lse = _parts(problem, inputs, recipe.splits)
+    if problem.options.layout == "varlen":
+        parts.zero_()
+        part_lse.fill_(-math.inf)
+    recipe.run(recipe.grid, _own_values(recipe, inputs, parts, part_lse))
+    _combine(problem, inputs, (parts, part_lse), (out, lse))
+    return out, lse
+
+
+def _parts(problem: Problem, inputs: Inputs, splits: int) -> tuple[Tensor, Tensor]:
+    """Room for the splits' results: (splits, batch, heads, rows, DV) and (splits, batch, heads, rows), float32."""
+    s = problem.shape
+    batch = 1 if problem.options.layout == "varlen" else s.batch
+    lines = (splits, batch, s.num_heads_q, s.seqlen_q)
+    parts = torch.empty((*lines, s.head_dim_v), dtype=torch.float32, device=inputs.q.device)
+    return parts, torch.empty(lines, dtype=torch.float32, device=inputs.q.device)
+
+
+@functools.lru_cache(maxsize=4096)
+def schedule(problem: Problem, machine: Any) -> tuple[Tiles, tuple[int, int]]:
+    """Tiles and splits of a problem on a machine."""
+    tiles = choice.choose(problem, machine)
+    return tiles, choice.splits_of(problem, tiles, machine)
+
+
+def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
+    """Decide how calls of this kind run, and compile their kernel."""
+    device = max(inputs.q.get_device(), 0)
+    tiles, (splits, split_tiles) = schedule(problem, machine_of(device))
+    result = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
+    if splits == 1:
+        out = result
+        out_strides = (0, *four_strides(problem, out))
+        lse_strides = (0, 0, problem.shape.seqlen_q) if problem.options.layout == "varlen" else None
+        lse_strides = lse_strides or (
+            0,
+            problem.shape.num_heads_q * problem.shape.seqlen_q,
+            problem.shape.seqlen_q,
+        )
+    else:
+        out, lse = _parts(problem, inputs, splits)
+        out_strides, lse_strides = out.stride(), lse.stride()[:3]
+    strides = strides_of(problem, (inputs.q, inputs.k, inputs.v), out_strides, out)
+    tma = _wants_tma(problem, strides, device)
+    values = _shared_values(problem, inputs, slots, tiles, (splits, split_tiles), strides, lse_strides)
+    values[AT["out_ptr"]], values[AT["lse_ptr"]] = out, out.new_empty(0, dtype=torch.float32)
+    if splits > 1:
+        values[AT["sink_ptr"]] = None
+    if tma:
+        values[AT["k_desc"]], values[AT["v_desc"]] = _descriptors(problem, inputs, tiles)
+    constants = _constants(problem, inputs, tiles, strides, tma)
+    names = [a.partition(":")[0] for a in FORWARD.arguments] + list(slots.names)
+    aligned = tuple(range(4)) if strides.step > 1 else ()
+    aligned += tuple(
+        len(FORWARD.arguments) + at
+        for at, layout in zip(slots.leaf_at, slots.leaves, strict=True)
+        if layout.step > 1
+    )
+    types = types_of(names, values, argument_types(FORWARD, slots))
+    build = Build(types, aligned, constants, tiles.warps, tiles.stages)
+    run = kernel_launcher(problem, slots, FORWARD, build, device, (FORWARD,))
+    rows = choice.row_tiles(problem, tiles)
+    heads = problem.shape.num_heads_kv if tiles.packed else problem.shape.num_heads_q
+    units = heads if problem.options.layout == "varlen" else problem.shape.batch * heads
+    # The recipe keeps no tensor alive: a call puts its own in.
+    kept = [None if isinstance(x, torch.Tensor) or hasattr(x, "block_shape") else x for x in values]
+    return Recipe(
+        run,
+        kept,
+        types,
+        units * rows * splits,
+        splits,
+        tiles,
+        tma,
+        strides.step > 1,
+        result.stride(),
+        slots,
+        problem,
+    )
+
+
+def _shared_values(
+    problem: Problem, inputs: Inputs, slots: Slots, tiles: Tiles, splits: tuple[int, int], strides: Strides,
+    lse_strides: tuple[int, ...],
+) -> list[object]:  # fmt: skip
+    """All arguments of a call but out, lse and descriptors."""
+    s, varlen = problem.shape, problem.options.layout == "varlen"
+    heads = s.num_heads_kv if tiles.packed else s.num_heads_q
+    threshold, factor = dropout_numbers(problem, inputs.dropout)
+    l_s, l_b, l_h = lse_strides
+    return [
+        inputs.q, inputs.k, inputs.v, None, None, *_optional(problem, inputs), None, None,
+        *strides.q, *strides.k, *strides.v, *strides.out, l_s, 0 if varlen else l_b, l_h,
+        s.batch, heads, max(problem.group, 1), s.seqlen_q, s.seqlen_k, choice.row_tiles(problem, tiles), SWIZZLE,
+        *splits, _number(inputs.q_offset), _number(inputs.k_offset), inputs.h_offset, inputs.b_offset,
+        s.head_dim, s.head_dim_v, threshold, inputs.scale, factor, *_data(problem, inputs, slots),
+    ]  # fmt: skip
+
+
+def _number(offset: object) -> int:
+    return offset if isinstance(offset, int) else 0
+
+
+def _optional(problem: Problem, inputs: Inputs) -> list[Tensor | None]:
+    """sink_ptr .. used_k_ptr, in the kernel's order."""
+    batch = problem.shape.batch
+    return [
+        None if inputs.sink is None else inputs.sink.contiguous(),
+        inputs.seed if problem.spec.dropout else None,
+        per_batch(inputs.q_offset, batch), per_batch(inputs.k_offset, batch),
+        per_batch(inputs.cu_seqlens_q, 1), per_batch(inputs.cu_seqlens_k, 1),
+        per_batch(inputs.seqused_q, 1), per_batch(inputs.seqused_k, 1),
+    ]  # fmt: skip
+
+
+def _data(problem: Problem, inputs: Inputs, slots: Slots) -> list[object]:
+    device = max(inputs.q.get_device(), 0)
+    made = tables(slots, inputs.leaves, device)
+    return fill(slots, inputs.leaves, inputs.ints, inputs.floats, made)
+
+
+def _own_values(recipe: Recipe, inputs: Inputs, out: Tensor, lse: Tensor) -> list[object]:
+    """The arguments of one call."""
+    problem, values = recipe.problem, recipe.values.copy()
+    values[0], values[1], values[2], values[3], values[4] = inputs.q, inputs.k, inputs.v, out, lse
+    if problem.tensor_names or problem.spec.dropout:
+        values[5:13] = _optional(problem, inputs)
+        if recipe.splits > 1:
+            values[5] = None
+    if recipe.tma:
+        values[13:15] = _descriptors(problem, inputs, recipe.tiles)
+    values[OFFSETS] = (_number(inputs.q_offset), _number(inputs.k_offset), inputs.h_offset, inputs.b_offset)
+    values[SCALE] = inputs.scale
+    if problem.spec.dropout:
+        values[SCALE - 1], values[SCALE + 1] = dropout_numbers(problem, inputs.dropout)
+    spec = problem.spec
+    if spec.leaves or spec.num_ints or spec.num_floats:
+        values[len(FORWARD.arguments) :] = _data(problem, inputs, recipe.slots)
+    return values
+
+
+def prepare(problem: Problem, inputs: Inputs) -> Prepared | None:
+    """A function for calls that differ from this one in the tensors' contents and addresses only (see `quick`).
+
+    None where such a call has more to do than one launch, and host time matters less.
+    """
+    slots = describe(problem.spec, inputs.leaves)
+    if slots is None or slots.tables or problem.spec.dropout or problem.options.layout != "dense":
+        return None
+    recipe = make_recipe(problem, inputs, slots)
+    if recipe.splits > 1 or recipe.tma or recipe.grid <= 0 or not isinstance(recipe.run, Launcher):
+        return None
+    try:
+        return Prepared(recipe, inputs)
+    except ValueError:
+        return None
+
+
+class Prepared:
+    """One launch whose arguments are laid out."""
+
+    def __init__(self, recipe: Recipe, inputs: Inputs) -> None:
+        problem = recipe.problem
+        self.direct = Direct(recipe.run, recipe.types, recipe.values)
+        self.recipe, self.grid = recipe, recipe.grid
+        self.out_shape, self.out_strides = problem.out_shape, recipe.out_strides
+        self.lse_shape, self.out_dtype = problem.lse_shape, problem.out_dtype
+        self.device, self.index = inputs.q.device, inputs.q.get_device()
+        self.precision = precision_of(problem.dtype) if problem.dtype == torch.float32 else None
+        leaf_at = [len(FORWARD.arguments) + at for at in recipe.slots.leaf_at]
+        self.extra = [self.direct.slots[at] for at in leaf_at]
+        if inputs.sink is not None:
+            self.extra.append(self.direct.slots[AT["sink_ptr"]])
+        self.aligned_leaves = [layout.step > 1 for layout in recipe.slots.leaves]
+        self.others = inputs
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor], want_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(out, lse); see `protocol.Prepared`."""
+        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr())
+        fits = not (self.recipe.aligned and (addresses[0] | addresses[1] | addresses[2]) & 15)
+        if fits and extra:
+            fits = all(t.is_contiguous() for t in extra[len(self.aligned_leaves) :])
+            pairs = zip(extra, self.aligned_leaves, strict=False)
+            fits = fits and not any(aligned and t.data_ptr() & 15 for t, aligned in pairs)
+        if self.precision is not None:
+            fits = fits and self.precision == precision_of(torch.float32)
+        if not fits or torch._C._cuda_getDevice() != self.index:
+            return self._elsewhere(q, k, v, extra)
+        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=self.out_dtype, device=self.device)
+        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
+        block = self.direct.block()
+        words = block.words
+        words[0], words[1], words[2] = addresses
+        words[3], words[4] = out.data_ptr(), lse.data_ptr()
+        for at, t in zip(self.extra, extra, strict=False):
+            words[at] = t.data_ptr()
+        self.direct(self.grid, block)
+        return out, lse
+
+    def _elsewhere(
+        self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same call when it is aligned otherwise, or another device is current."""
+        count = len(self.recipe.problem.spec.leaves)
+        sink = extra[count] if len(extra) > count else None
+        inputs = replace(self.others, q=q, k=k, v=v, leaves=tuple(extra[:count]), sink=sink)
+        return forward(self.recipe.problem, inputs)  # type: ignore[return-value]
+
+
+def _constants(
+    problem: Problem, inputs: Inputs, tiles: Tiles, strides: Strides, tma: bool
+) -> tuple[tuple[str, object], ...]:
+    spec, s = problem.spec, problem.shape
+    d, dv = choice.padded(s.head_dim), choice.padded(s.head_dim_v)
+    return (
+        ("HAS_MASK", spec.keep is not None), ("HAS_TERMS", spec.score is not None),
+        ("FUSED", spec.score is None and inputs.scale > 0), ("DROPOUT", spec.dropout),
+        ("VARLEN", problem.options.layout == "varlen"), ("LAST", inputs.q_offset is None), ("PACKED", tiles.packed),
+        ("BLOCK_M", tiles.block_m), ("BLOCK_N", tiles.block_n), ("D_PAD", d), ("DV_PAD", dv),
+        ("EVEN", d == s.head_dim), ("EVEN_V", dv == s.head_dim_v), ("STEP", strides.step), ("UNIT", strides.unit),
+        ("PRECISION", precision_of(problem.dtype)), ("TMA", tma),
+        # Where nothing can hide a pair, no second look is needed. Rows of other sequences are hidden too.
+        ("REDO", spec.keep is not None or spec.score is not None or problem.options.layout == "varlen"),
+    )  # fmt: skip
+
+
+def _wants_tma(problem: Problem, strides: Strides, device: int) -> bool:
+    """Whether key tiles come by descriptors: where the hardware has them, and the call is long enough."""
+    s, machine = problem.shape, machine_of(device)
+    if machine.kind != "cuda" or machine.arch < 90 or problem.dtype == torch.float32 or not strides.unit:
+        return False
+    if strides.step == 1 or problem.options.batch_invariant or max(s.head_dim, s.head_dim_v) > 256:
+        return False
+    batch = 1 if problem.options.layout == "varlen" else s.batch
+    work = 2.0 * batch * s.num_heads_q * s.seqlen_q * s.seqlen_k * (s.head_dim + s.head_dim_v)
+    return work >= TMA_WORK and min(s.num_heads_kv, s.seqlen_k, s.head_dim, s.head_dim_v) > 0
+
+
+def _descriptors(problem: Problem, inputs: Inputs, tiles: Tiles) -> tuple[Any, Any]:
+    """Descriptors of k and v as (batch, head, token, d), blocks of BLOCK_N tokens."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    found = []
+    for t in (inputs.k, inputs.v):
+        view = t if problem.options.layout == "dense" else t.transpose(0, 1).unsqueeze(0)
+        shape = list(view.shape)
+        strides = [
+            x if n > 1 else _still(view, d) for d, (x, n) in enumerate(zip(view.stride(), shape, strict=True))
+        ]
+        found.append(TensorDescriptor(view, shape, strides, [1, 1, tiles.block_n, choice.padded(shape[3])]))
+    return found[0], found[1]
+
+
+def _still(view: Tensor, d: int) -> int:
+    """A stride for a dimension of size 1, where any will do that the hardware takes."""
+    return 1 if d == view.ndim - 1 else 16
+
+
+def _combine(
+    problem: Problem, inputs: Inputs, parts: tuple[Tensor, Tensor], results: tuple[Tensor, Tensor]
+) -> None:
+    from tilewise.backends.triton.combine_kernel import combine
+
+    s, (out, lse) = problem.shape, results
+    splits, lines = parts[0].shape[0], parts[1][0].numel()
+    width = choice.padded(s.head_dim_v)
+    rows = max(1, min(16, 4096 // width))
+    names = (
+        "part_ptr", "part_lse_ptr", "out_ptr", "lse_ptr", "sink_ptr", "o_b", "o_h", "o_n", "o_d", "lines", "heads",
+        "seqlen_q", "splits", "size_dv",
+    )  # fmt: skip
+    values = (
+        *parts, out, lse, None if inputs.sink is None else inputs.sink.contiguous(), *four_strides(problem, out),
+        lines, s.num_heads_q, s.seqlen_q, splits, s.head_dim_v,
+    )  # fmt: skip
+    kinds = dict.fromkeys(("o_b", "o_h", "o_n", "o_d", "lines"), "i64")
+    build = Build(types_of(names, values, kinds), (), (("BLOCK_M", rows), ("DV_PAD", width)), 4, 1)
+    plain_launcher(combine, build, max(inputs.q.get_device(), 0))(-(-lines // rows), values)
