@@ -22,10 +22,7 @@ from browser import Browser, find_chromium
 
 PROGRAM = find_chromium()
 
-pytestmark = [
-    pytest.mark.skipif(PROGRAM is None, reason="needs Chromium on PATH"),
-    pytest.mark.xdist_group("browser"),
-]
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="needs Chromium on PATH")
 
 KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "ArrowDown": 40, "Home": 36, "End": 35, "PageDown": 34, "Tab": 9}
 MASK = tw.causal() & tw.window(19, 0)

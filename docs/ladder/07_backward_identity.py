@@ -5,8 +5,8 @@
 #
 #     ds_j = p_j * (dp_j - sum_k p_k dp_k)
 #
-# The sum runs over the whole row, which tiles do not hold. But it is known already: sum_k p_k (do . v_k) is do .
-# (sum_k p_k v_k), and that is do . out. One number for each query, `delta`, takes the place of a row.
+# The sum runs over the whole row, which tiles do not hold. But it is known already: `sum_k p_k (do . v_k)` is `do .
+# (sum_k p_k v_k)`, and that is do . out. One number for each query, `delta`, takes the place of a row.
 #
 # Source: Dao et al. 2022, [FlashAttention](https://arxiv.org/abs/2205.14135), appendix B.2, equations 3 to 6, and
 # algorithm 4; Dao 2023, [FlashAttention-2](https://arxiv.org/abs/2307.08691), algorithm 2, line 4.
@@ -31,8 +31,9 @@ assert torch.allclose(delta, (p * dp).sum(-1))
 
 # %% [markdown]
 # So the backward pass is tiles again. A tile needs q, k, v and do of its rows and keys, and two numbers for each
-# query: lse, from which the weights come back without a softmax, p = exp(s - lse), and delta. The matrix is computed
-# a second time instead of being kept. Here keys are outside, as in both papers: dk and dv stay, dq is added to.
+# query: lse, from which the weights come back without a softmax, `p = exp(s - lse)`, and delta. The matrix is
+# computed a second time instead of being kept. Here keys are outside, as in both papers: dk and dv stay, dq is added
+# to.
 
 # %%
 dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -74,8 +75,8 @@ for keys in (slice(0, 10), slice(10, 32)):
 assert torch.allclose(total_dq[0, 0], dq)
 
 # %% [markdown]
-# **If the loss uses lse as well**, its gradient dlse joins delta: d lse / d s_j = p_j, so ds = p (dp - (delta -
-# dlse)). That one line makes merges differentiable (next lesson), and losses on the log-partition.
+# **If the loss uses lse as well**, its gradient dlse joins delta: `d lse / d s_j = p_j`, so `ds = p (dp - (delta -
+# dlse))`. That one line makes merges differentiable (next lesson), and losses on the log-partition.
 
 # %%
 dlse = torch.randn(N, dtype=torch.float64)
@@ -85,8 +86,8 @@ s_ = scale * x[0] @ x[1].T
 assert torch.allclose(scale * (p * (dp - (delta - dlse)[:, None])) @ k, wanted_dq)
 
 # %% [markdown]
-# **Rounding.** lse = m + log l is rounded to the size of m, and out to its own type; in exp(s - lse) and in do . out
-# these roundings enter every gradient. With scores in the thousands a weight comes back from lse with hundreds of
+# **Rounding.** `lse = m + log l` is rounded to the size of m, and out to its own type; in `exp(s - lse)` and in do .
+# out these roundings enter every gradient. With scores in the thousands a weight comes back from lse with hundreds of
 # roundings, as below. The reference therefore computes m, l and delta afresh, at the price of one more pass over the
 # tiles.
 

@@ -74,7 +74,7 @@ function draw() {
   const sentence = backward ? backwardSentence(here) : forwardSentence(here);
   byId("slider").setAttribute("aria-valuetext", `Step ${view.step + 1} of ${count}. ${sentence}`);
   byId("sentence").textContent = sentence;
-  byId("aside").textContent = movesText(here.moves);
+  byId("aside").textContent = movesText(here);
   // Not `disabled`: a button that is disabled while it has the focus loses it.
   ["first", "back"].forEach((id) => byId(id).setAttribute("aria-disabled", view.step === 0));
   ["last", "forth"].forEach((id) => byId(id).setAttribute("aria-disabled", view.step === count - 1));

@@ -9,6 +9,12 @@ function fmt(x, digits = 4) {
   return text.replace(/-/g, "−");
 }
 
+// For cells: a small number in few characters.
+function short(x) {
+  const size = Math.abs(x);
+  return size !== 0 && size < 0.001 ? x.toExponential(0).replace(/-/g, "−") : fmt(x, 3);
+}
+
 function bytesText(n) {
   return n < 10000 ? `${n.toLocaleString("en")} B` : `${(n / 1024).toFixed(1)} KiB`;
 }

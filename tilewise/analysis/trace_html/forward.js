@@ -24,13 +24,20 @@ function forwardSentence(here) {
   return `${queriesText(here.i)} absorb ${keysText(here.j)}: a ${kind === FULL ? "full tile" : "partial tile, its mask is applied"}.`;
 }
 
-function movesText(moves) {
+const STAYS = {
+  forward: { "queries outer": "q, m, l and acc of these queries", "keys outer": "k and v of these keys" },
+  backward: { "queries outer": "q, do, lse, delta and dq of these queries", "keys outer": "k, v, dk and dv of these keys" },
+};
+
+function movesText({ kind, moves }) {
   const list = (chosen) => chosen.map(([name, size]) => `${name} (${bytesText(Math.abs(size))})`).join(", ");
   const read = moves.filter((m) => m[1] > 0), written = moves.filter((m) => m[1] < 0);
   const parts = [];
   if (read.length) parts.push(`Read: ${list(read)}.`);
   if (written.length) parts.push(`Written: ${list(written)}.`);
-  return parts.join(" ") || "Nothing moves: all of it is on the chip already.";
+  if (!parts.length) parts.push("Nothing moves.");
+  if (kind === "tile") parts.push(`What stays on the chip from tile to tile: ${STAYS[view.pass][view.loop]}.`);
+  return parts.join(" ");
 }
 
 function forwardTable() {

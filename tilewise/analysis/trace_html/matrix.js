@@ -6,7 +6,7 @@ const LAYERS = {
     p: { text: "final weights", kind: "weight", tensor: "p", say: "weight p = exp(score − lse), after the last key" },
   },
   backward: {
-    ds: { text: "ds", kind: "signed", tensor: "ds", say: "ds = p (dp − delta), times the score terms' slope" },
+    ds: { text: "ds", kind: "signed", tensor: "ds", say: trace.words.scores === "none" ? "ds = p (dp − delta)" : "ds = p (dp − delta), times the score terms' slope" },
     p: { text: "p", kind: "weight", tensor: "p", say: "p = exp(score − lse), computed again" },
     dp: { text: "dp", kind: "signed", tensor: "dp", say: "dp = do · v" },
     scores: { text: "scores", kind: "signed", tensor: "scores", say: "score of a pair, computed again" },
@@ -168,6 +168,10 @@ function hiddenCell(name, chosen) {
   return td;
 }
 
+function numberCell(x, shade, className) {
+  return cell(x, { text: short(x), shade, className });
+}
+
 function drawTile() {
   const here = step(), target = document.getElementById("tile");
   document.getElementById("tile-legend").replaceChildren();
@@ -191,7 +195,7 @@ function drawTile() {
       const chosen = row === view.row && key === view.key ? "chosen" : "";
       const hidden = isHidden(row, key);
       const td = hidden ? hiddenCell(name, chosen)
-        : cell(tileValue(row, key, name, (r) => stateAfter(here.j, r)), { shade, digits: 3, className: chosen });
+        : numberCell(tileValue(row, key, name, (r) => stateAfter(here.j, r)), shade, chosen);
       td.dataset.key = String(key);
       line.append(td);
     }
