@@ -16,7 +16,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 def draw(
-    b: int, h: int, hkv: int, nq: int, nk: int, d: int, dv: int, dtype: torch.dtype
+    b: int, h: int, hkv: int, nq: int, nk: int, d: int, dv: int, *, dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
     shapes = ((b, h, nq, d), (b, hkv, nk, d), (b, hkv, nk, dv))
     return [torch.randn(shape).to(dtype) for shape in shapes]
