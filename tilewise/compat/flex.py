@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewise.api import attention
 from tilewise.compat.flex_block_mask import BLOCK, BlockMask, check_sizes, noop_mask
-from tilewise.compat.flex_trace import trace_mod
+from tilewise.compat.flex_trace import sizes_of, trace_mod
 from tilewise.errors import OptionError, ShapeError, UnsupportedProblem, message
 from tilewise.spec.scores import ScoreTerm
 
@@ -73,12 +73,12 @@ def flex_attention(
             stacklevel=2,
         )
     key, value = _same_batch(query, key, value, enable_gqa)
-    mask = None
+    mask, sizes = None, sizes_of(query, key)
     if block_mask is not None:
         block_mask = block_mask if isinstance(block_mask, BlockMask) else BlockMask.from_torch(block_mask)
         check_sizes(block_mask, query, key)
-        mask = block_mask.mask()
-    scores = [] if score_mod is None else [ScoreTerm(trace_mod(score_mod, mask=False).term)]
+        mask = block_mask.mask(sizes)
+    scores = [] if score_mod is None else [ScoreTerm(trace_mod(score_mod, mask=False).fitted(sizes))]
     out, lse = attention(
         query, key, value, mask=mask, scores=scores, scale=scale, return_lse=True, backend=backend
     )

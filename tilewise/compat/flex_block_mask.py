@@ -89,10 +89,10 @@ class BlockMask:
 
         return cls.from_torch(theirs.BlockMask.from_kv_blocks(*args, **kwargs))
 
-    def mask(self) -> Mask:
-        """The same rule as a Tilewise mask over rows and columns."""
+    def mask(self, sizes: dict[str, int]) -> Mask:
+        """The same rule as a Tilewise mask over rows and columns, for a call with these extents of b, h, i, j."""
         root = self.traced.root
-        keep = Mask() if root.op == "const" and root.value is True else Mask(self.traced.term)
+        keep = Mask() if root.op == "const" and root.value is True else Mask(self.traced.fitted(sizes))
         blocks = self._given
         if blocks is None or self.BLOCK_SIZE[0] == self.BLOCK_SIZE[1] == WHOLE:
             return keep

@@ -37,7 +37,8 @@ class Captured(Value):
                 "Give one index per dimension, for example bias[b, h, q_idx, kv_idx].",
             )
         kind = kind_of(self.tensor.dtype)
-        return ex.load(self.capture.slot(self.tensor), kind, self.indices)
+        along = tuple(str(index.value) if index.op == "var" else "" for index in self.indices)
+        return ex.load(self.capture.slot(self.tensor, along), kind, self.indices)
 
     def __getitem__(self, index: object) -> Value:
         given = index if isinstance(index, tuple) else (index,)
@@ -137,19 +138,22 @@ class Capture:
 
     def __init__(self, fixed: bool) -> None:
         self.fixed = fixed
-        self.leaves: list[Tensor] = []
+        self.leaves: list[tuple[Tensor, tuple[str, ...]]] = []
         self.ints: list[int] = []
         self.floats: list[float] = []
         self._functions: dict[int, tuple[object, Any]] = {}
 
-    def slot(self, tensor: Tensor) -> int:
-        """The leaf of a tensor, a new one at its first reading."""
-        for n, leaf in enumerate(self.leaves):
-            if leaf is tensor:
+    def slot(self, tensor: Tensor, along: tuple[str, ...]) -> int:
+        """The leaf of a tensor, one for each pattern of variables that its dimensions are read along.
+
+        So a tensor longer than the call can be cut to the rows, or to the columns, without a copy.
+        """
+        for n, (leaf, pattern) in enumerate(self.leaves):
+            if leaf is tensor and pattern == along:
                 return n
         if tensor.is_complex():
             raise SpecError("a captured tensor holds floats, integers or bools, not complex numbers")
-        self.leaves.append(tensor)
+        self.leaves.append((tensor, along))
         return len(self.leaves) - 1
 
     def number(self, value: Any) -> Any:

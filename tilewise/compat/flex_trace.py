@@ -20,10 +20,29 @@ from tilewise.spec.trace import _NotSymbolic, symbol
 
 
 class Mod(NamedTuple):
-    """A traced function: its tree, and the term it becomes."""
+    """A traced function: its tree, the term it becomes, and the variables that each leaf's dimensions run along."""
 
     root: ex.Node
     term: Term
+    along: tuple[tuple[str, ...], ...]
+
+    def fitted(self, sizes: dict[str, int]) -> Term:
+        """The term for a call of these sizes (b, h, i, j): tensors that are longer are cut to what is read.
+
+        A shorter one is left, and refused by the attention.
+        """
+        leaves = []
+        for leaf, along in zip(self.term.leaves, self.along, strict=True):
+            for dim, name in enumerate(along):
+                if name and leaf.shape[dim] > sizes[name]:
+                    leaf = leaf.narrow(dim, 0, sizes[name])
+            leaves.append(leaf)
+        return self.term._replace(leaves=tuple(leaves))
+
+
+def sizes_of(query: Tensor, key: Tensor) -> dict[str, int]:
+    """Extents of b, h, i, j for query (B, H, N_q, D) and key (B, H_kv, N_k, D)."""
+    return dict(zip("bhij", (*query.shape[:3], key.shape[2]), strict=True))
 
 
 def trace_mod(fn: Callable[..., Any], *, mask: bool) -> Mod:
@@ -46,9 +65,11 @@ def trace_mod(fn: Callable[..., Any], *, mask: bool) -> Mod:
     if mask and root.type != "bool":
         raise SpecError(f"{_name(fn)} yields a {root.type}; a mask_mod yields a condition, True = may attend")
     root = root if mask else ex.cast(root, "float")
-    kinds = tuple((_leaf_kind(n, leaf), leaf.ndim) for n, leaf in enumerate(capture.leaves))
+    leaves = tuple(leaf for leaf, _ in capture.leaves)
+    kinds = tuple((_leaf_kind(n, leaf), leaf.ndim) for n, leaf in enumerate(leaves))
     text = atom_text("mask_mod" if mask else "score_mod", kinds, len(capture.ints), len(capture.floats), root)
-    return Mod(root, Term(text, tuple(capture.leaves), tuple(capture.ints), tuple(capture.floats)))
+    term = Term(text, leaves, tuple(capture.ints), tuple(capture.floats))
+    return Mod(root, term, tuple(along for _, along in capture.leaves))
 
 
 def _call(fn: Callable[..., Any], mask: bool, fixed: bool) -> tuple[Capture, Any]:

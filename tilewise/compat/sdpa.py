@@ -50,7 +50,8 @@ def scaled_dot_product_attention(
     query, key, value, lead = _four_dimensional(query, key, value, enable_gqa)
     rank = len(lead) + 2
     offset: int | None = 0
-    mask, scores = Mask(), list[ScoreTerm]()
+    mask = Mask()
+    scores: list[ScoreTerm] = []
     if attn_mask is not None and _is_causal_bias(attn_mask):
         if is_causal:
             raise OptionError("a causal attn_mask comes without is_causal=True")
@@ -78,33 +79,24 @@ def _four_dimensional(
     if enable_gqa:
         k, v = _grouped(q, k, v, given)
     # One KV head for many query heads needs no copy; other sizes of 1 are expanded, which copies nothing either.
-    shared = (
-        q.ndim > 2
-        and k.ndim > 2
-        and v.ndim > 2
-        and k.shape[-3] == v.shape[-3]
-        and (enable_gqa or k.shape[-3] == 1)
-    )
-    heads_kv = k.shape[-3] if shared else None
+    shared = min(t.ndim for t in given.values()) > 2 and k.shape[-3] == v.shape[-3]
+    shared = shared and (enable_gqa or k.shape[-3] == 1)
     try:
         batch = torch.broadcast_shapes(*(t.shape[:-3] for t in (q, k, v)))
-        if shared:
-            heads: tuple[int, ...] = tuple(q.shape[-3:-2])
-        else:
-            heads = tuple(torch.broadcast_shapes(*(t.shape[-3:-2] for t in (q, k, v))))
+        alike = (q,) if shared else (q, k, v)
+        heads = torch.broadcast_shapes(*(t.shape[-3:-2] for t in alike))
     except RuntimeError:
         remedy = "Give enable_gqa=True where H_kv divides H." if q.ndim > 2 else ""
         raise ShapeError(
             message("the leading dimensions of query, key and value broadcast", given, remedy)
         ) from None
-    first = q.expand(*batch, *heads, *q.shape[-2:]).reshape(-1, *(heads or (1,)), *q.shape[-2:])
-    rest = [
-        t.expand(*batch, *((heads_kv,) if heads_kv is not None else heads), *t.shape[-2:]).reshape(
-            -1, heads_kv if heads_kv is not None else (heads or (1,))[0], *t.shape[-2:]
-        )
-        for t in (k, v)
-    ]
-    return first, rest[0], rest[1], (*batch, *heads)
+    flat = math.prod(batch)
+
+    def four(t: Tensor, heads: tuple[int, ...]) -> Tensor:
+        return t.expand(*batch, *heads, *t.shape[-2:]).reshape(flat, *(heads or (1,)), *t.shape[-2:])
+
+    heads_kv = tuple(k.shape[-3:-2]) if shared else heads
+    return four(q, heads), four(k, heads_kv), four(v, heads_kv), (*batch, *heads)
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -127,7 +119,7 @@ def _masks(attn_mask: Tensor, lead: tuple[int, ...], rank: int) -> tuple[Mask, l
     if rank > 4 and attn_mask.ndim > 3:
         missing = (1,) * (rank - attn_mask.ndim)
         full = attn_mask.reshape(*missing, *attn_mask.shape)
-        attn_mask = full.expand(*lead[:-1], *full.shape[-3:]).reshape(-1, *full.shape[-3:])
+        attn_mask = full.expand(*lead[:-1], *full.shape[-3:]).flatten(0, -4)
     if attn_mask.dtype == torch.bool:
         return dense(attn_mask), []
     return Mask(), [bias(attn_mask)]

@@ -1,0 +1,152 @@
+"""The float64 side of the compat tests: flash_attn's arguments by hand, in its layout, and the suites' own error rule.
+
+Layout (B, N, H, D) as flash_attn has it. Ordinary attention is the same in the low precision, in two orders of its
+operations; results are held to 2x its error forward and 3x for gradients, plus one rounding (tilewise.testing.budgets).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from oracle import Dense, dense_attention, positions
+from torch import Tensor
+
+from tilewise.testing.budgets import compare
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What one flash_attn call asks for. window: inclusive (left, right), None = unbounded, signed."""
+
+    causal: bool = False
+    window: tuple[int | None, int | None] = (None, None)
+    chunk: int = 0
+    softcap: float = 0.0
+    scale: float | None = None
+
+    def keep(self, nq: int, nk: int) -> Tensor:
+        """(nq, nk) bool, aligned at the bottom right."""
+        q, k = positions(nq, nk)
+        visible = torch.ones(nq, nk, dtype=torch.bool)
+        left, right = self.window
+        right = min(right, 0) if self.causal and right is not None else 0 if self.causal else right
+        visible = visible if left is None else visible & (k >= q - left)
+        visible = visible if right is None else visible & (k <= q + right)
+        return visible & (q // self.chunk == k // self.chunk) if self.chunk else visible
+
+    def dense(self, nq: int, nk: int, slopes: Tensor | None = None, **other: Any) -> Dense:
+        """The same as the oracle takes it; slopes (H,) or (B, H)."""
+        q, k = positions(nq, nk)
+
+        def score(s: Tensor) -> Tensor:
+            s = self.softcap * torch.tanh(s / self.softcap) if self.softcap else s
+            if slopes is None:
+                return s
+            bias = (slopes if slopes.ndim == 2 else slopes[None])[..., None, None] * (q - k).abs()
+            return s - bias.to(s.dtype)
+
+        return Dense(keep=self.keep(nq, nk), score=score, scale=self.scale, **other)
+
+
+Build = Callable[[dict[str, Tensor]], Dense]
+
+
+def _evaluate(
+    inputs: dict[str, Tensor],
+    build: Build,
+    cotangents: tuple[Tensor, Tensor | None],
+    dtype: torch.dtype,
+    first: bool,
+) -> dict[str, Tensor]:
+    """out, lse and gradients in `dtype`; with `first` q is scaled before the product, as the suites' second order."""
+    mine = {name: t.detach().to(dtype).requires_grad_() for name, t in inputs.items()}
+    dense = build(mine)
+    q, k, v = (mine[name].transpose(1, 2) for name in "qkv")
+    if "qv" in mine:  # score q.k + qv.v
+        q, k = torch.cat((q, mine["qv"].transpose(1, 2)), -1), torch.cat((k, v), -1)
+    if first:
+        q, dense = (
+            q * (q.shape[-1] ** -0.5 if dense.scale is None else dense.scale),
+            replace(dense, scale=1.0),
+        )
+    out, lse = dense_attention(q, k, v, dense)
+    do, dlse = cotangents
+    outputs, given = [out], [do.transpose(1, 2).to(dtype)]
+    if dlse is not None:
+        outputs, given = [out, lse], [*given, dlse.to(lse.dtype)]
+    grads = torch.autograd.grad(outputs, list(mine.values()), given, allow_unused=True)
+    named = {
+        f"d{n}": torch.zeros_like(t) if g is None else g
+        for (n, t), g in zip(mine.items(), grads, strict=True)
+    }
+    return {"out": out.transpose(1, 2).detach(), "lse": lse.detach(), **named}
+
+
+def hold(
+    got: dict[str, Tensor], inputs: dict[str, Tensor], build: Build, do: Tensor, dlse: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Hold out, lse and d<name> of `got` to their budgets; returns the float64 results."""
+    wide = {name: t.detach().double() for name, t in inputs.items()}
+    truth = _evaluate(wide, build, (do, dlse), torch.float64, False)
+    ordinary = [_evaluate(inputs, build, (do, dlse), do.dtype, first) for first in (False, True)]
+    for name, t in got.items():
+        line = compare(name, t, [o[name] for o in ordinary], truth[name])
+        assert line.ratio <= 1.0, str(line)
+    return truth
+
+
+def run(
+    fn: Callable[[dict[str, Tensor]], tuple[Tensor, Tensor]], inputs: dict[str, Tensor], do: Tensor
+) -> Any:
+    """fn on leaves made of `inputs`: {"out", "lse", "d<name>"...} of the shim under test."""
+    mine = {name: t.detach().clone().requires_grad_() for name, t in inputs.items()}
+    out, lse = fn(mine)
+    grads = torch.autograd.grad(out, list(mine.values()), do, allow_unused=True)
+    named = {
+        f"d{n}": torch.zeros_like(t) if g is None else g
+        for (n, t), g in zip(mine.items(), grads, strict=True)
+    }
+    return {"out": out.detach(), "lse": lse.detach(), **named}
+
+
+def make_qkv(
+    batch: int,
+    lengths: tuple[int, int],
+    heads: tuple[int, int],
+    dim: int,
+    dtype: torch.dtype,
+    dim_v: int | None = None,
+) -> dict[str, Tensor]:
+    """Random q (B, nq, H, D), k, v (B, nk, Hkv, D or Dv)."""
+    shapes = {
+        "q": (lengths[0], heads[0], dim),
+        "k": (lengths[1], heads[1], dim),
+        "v": (lengths[1], heads[1], dim_v or dim),
+    }
+    return {name: torch.randn(batch, *shape).to(dtype) for name, shape in shapes.items()}
+
+
+def thin(count: int, seed: int = 0, **axes: Iterable[Any]) -> list[dict[str, Any]]:
+    """`count` points of the grid, seeded, every value of every axis among them."""
+    names = list(axes)
+    values = [list(axis) for axis in axes.values()]
+    draw = random.Random(seed)
+    chosen = []
+    columns = []
+    for axis in values:
+        column = list(itertools.islice(itertools.cycle(axis), max(count, len(axis))))
+        draw.shuffle(column)
+        columns.append(column[:count] if count >= len(axis) else column)
+    for row in zip(*columns, strict=True):
+        chosen.append(dict(zip(names, row, strict=True)))
+    return chosen
+
+
+def short(case: dict[str, Any]) -> str:
+    """A test id."""
+    return "-".join(str(v).replace("torch.", "").replace(" ", "") for v in case.values())
