@@ -172,40 +172,55 @@ function numberCell(x, shade, className) {
   return cell(x, { text: short(x), shade, className });
 }
 
+function table(corner, names, chosenName, first, line) {
+  const head = node("tr", {}, [node("th", { scope: "col", textContent: corner })]);
+  names.forEach((name) => head.append(node("th", { scope: "col", textContent: String(name), className: name === chosenName ? "chosen" : "" })));
+  const body = node("tbody");
+  for (let row = first[0]; row < first[1]; row++) {
+    const tr = node("tr", { className: row === view.row ? "chosen" : "" }, [node("th", { scope: "row", textContent: String(row) }), ...line(row)]);
+    tr.dataset.row = String(row);
+    body.append(tr);
+  }
+  return node("table", { className: "cells" }, [node("thead", {}, [head]), body]);
+}
+
 function drawTile() {
-  const here = step(), target = document.getElementById("tile");
-  document.getElementById("tile-legend").replaceChildren();
-  if (here.kind !== "tile") {
-    target.replaceChildren(node("p", { className: "quiet", textContent: here.kind === "delta"
-      ? "No tile yet: delta is one number for each query." : "No tile: the rows leave the chip." }));
+  const here = step(), target = document.getElementById("tile"), shownAs = document.getElementById("tile-legend");
+  const title = document.getElementById("tile-title"), picker = document.getElementById("tile-layer").parentElement;
+  title.textContent = here.kind === "finish" ? "The answer of these queries" : "The tile on the chip";
+  picker.hidden = here.kind !== "tile";
+  if (here.kind === "delta") {
+    shownAs.replaceChildren();
+    target.replaceChildren(node("p", { className: "quiet", textContent: "No tile yet: delta is one number for each query." }));
     return;
   }
-  const [r0, r1] = rowsOf(here.i), [k0, k1] = keysOf(here.j);
-  const name = view.layers[view.pass].tile, weights = view.pass === "forward" && name === "weights";
+  if (here.kind === "finish") drawAnswer(here, target, shownAs);
+  else drawPairs(here, target, shownAs);
+  target.style.minHeight = `${target.offsetHeight}px`; // the page does not jump at the next step
+}
+
+function drawAnswer(here, target, shownAs) {
+  const out = recording().out, shade = scale("signed", largest(out));
+  const line = (row) => Array.from(vector(out, row), (x) => numberCell(x, shade, ""));
+  const dimensions = Array.from({ length: headDimV }, (_, d) => d);
+  target.replaceChildren(table("query ↓ dim →", dimensions, -1, rowsOf(here.i), line));
+  legend(shownAs, shade, "out = acc / l");
+}
+
+function drawPairs(here, target, shownAs) {
+  const [k0, k1] = keysOf(here.j), name = view.layers[view.pass].tile;
+  const weights = view.pass === "forward" && name === "weights";
   const shade = weights ? scale("weight", 1) : layerOf(name).shade;
-  const head = node("tr", {}, [node("th", { scope: "col", textContent: "query ↓ key →" })]);
-  for (let key = k0; key < k1; key++) {
-    head.append(node("th", { scope: "col", textContent: String(key), className: key === view.key ? "chosen" : "" }));
-  }
-  const body = node("tbody");
-  for (let row = r0; row < r1; row++) {
-    const line = node("tr", { className: row === view.row ? "chosen" : "" }, [node("th", { scope: "row", textContent: String(row) })]);
-    line.dataset.row = String(row);
-    for (let key = k0; key < k1; key++) {
-      const chosen = row === view.row && key === view.key ? "chosen" : "";
-      const hidden = isHidden(row, key);
-      const td = hidden ? hiddenCell(name, chosen)
-        : numberCell(tileValue(row, key, name, (r) => stateAfter(here.j, r)), shade, chosen);
-      td.dataset.key = String(key);
-      line.append(td);
-    }
-    body.append(line);
-  }
-  const table = node("table", { className: "cells" }, [node("thead", {}, [head]), body]);
-  target.replaceChildren(table);
-  target.style.minHeight = `${target.offsetHeight}px`; // the page does not jump at a step without a tile
-  const say = weights ? "weight p = exp(score − m), m the largest score that the row has seen" : layerOf(name).say;
-  legend(document.getElementById("tile-legend"), shade, say);
+  const keys = Array.from({ length: k1 - k0 }, (_, n) => k0 + n);
+  const pair = (row, key) => {
+    const chosen = row === view.row && key === view.key ? "chosen" : "";
+    const td = isHidden(row, key) ? hiddenCell(name, chosen)
+      : numberCell(tileValue(row, key, name, (r) => stateAfter(here.j, r)), shade, chosen);
+    td.dataset.key = String(key);
+    return td;
+  };
+  target.replaceChildren(table("query ↓ key →", keys, view.key, rowsOf(here.i), (row) => keys.map((key) => pair(row, key))));
+  legend(shownAs, shade, weights ? "weight p = exp(score − m), m the largest score that the row has seen" : layerOf(name).say);
 }
 
 // ---- the timeline -------------------------------------------------------------------------------------------
