@@ -12,8 +12,9 @@ nothing overlaps, it is their sum. What FlashAttention-3 and -4 gain lies betwee
     device memory    the tiled traffic of the I/O model; k and v are read once a head if those of the heads in
                      flight fit the shared cache
 
-Sources: Williams, Waterman and Patterson 2009, "Roofline", https://doi.org/10.1145/1498765.1498785; the on-chip model
-is that of Zadouri et al. 2026, https://arxiv.org/abs/2603.05451, section 3, without what pairs of cores share.
+Sources: Williams, Waterman and Patterson 2009, "Roofline", https://doi.org/10.1145/1498765.1498785; shared memory and
+exponentials as roofs of their own: Zadouri et al. 2026, https://arxiv.org/abs/2603.05451, whose pairs of cores that
+share operands are not modelled.
 """
 
 from __future__ import annotations
