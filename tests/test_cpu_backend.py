@@ -235,19 +235,23 @@ print("numba" in sys.modules)
 """
 
 
-def _run(folder: str, **environment: str) -> list[str]:
+def _run(folder: str, said: bool | None = None, **environment: str) -> list[str]:
+    """What SCRIPT prints; `said`: whether it speaks of compiling, in one line on stderr."""
     found = subprocess.run(
         [sys.executable, "-c", SCRIPT], env={**os.environ, "TILEWISE_CACHE_DIR": folder, **environment},
         capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
+    if said is not None:
+        lines = [line for line in found.stderr.splitlines() if "compiling CPU kernels" in line]
+        assert len(lines) == said, found.stderr
     return found.stdout.split()
 
 
 def test_disk_cache(tmp_path) -> None:
     """A second process loads what the first compiled, without Numba; a damaged file is compiled again."""
-    value, compiled = _run(str(tmp_path))
+    value, compiled = _run(str(tmp_path), said=True)
     assert compiled == "True"
-    assert _run(str(tmp_path)) == [value, "False"]
+    assert _run(str(tmp_path), said=False) == [value, "False"]
     for path in (tmp_path / "cpu").iterdir():
         path.write_bytes(path.read_bytes()[:-100])
     assert _run(str(tmp_path)) == [value, "True"]

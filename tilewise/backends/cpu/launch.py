@@ -204,7 +204,7 @@ def kernel(isa: Isa, name: str, dtype: str) -> int:
             "forward": build_forward, "decode": build_decode, "combine": build_combine, "turn": build_turn,
             "backward": back.build_backward, "finish": back.build_finish,
         }  # fmt: skip
-        return machine_code.numba_text(build[name](isa, dtype))
+        return machine_code.numba_text(isa, build[name](isa, dtype))
 
     return machine_code.load(isa, f"{name} {dtype}", (machine_code.ENTRY,), make)[machine_code.ENTRY]
 

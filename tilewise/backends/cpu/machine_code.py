@@ -4,6 +4,9 @@ An object's key is the text that made it: the sources that write it, the target,
 and of the spec. So a warm process loads objects with llvmlite alone and never imports Numba's compiler. The
 folder is TILEWISE_CACHE_DIR, else the user's cache folder; where nothing can be written, objects live in
 memory. Files appear by rename, so that parallel processes see whole objects or none.
+
+A process that compiles a kernel says so, once, on the logger "tilewise.cpu": one line on stderr unless logging is
+set up otherwise; `logging.getLogger("tilewise.cpu").setLevel(logging.ERROR)` silences it.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import os
 import re
 import sys
@@ -30,6 +34,7 @@ _lock = threading.RLock()
 _engines: list[Any] = []
 _loaded: dict[str, dict[str, int]] = {}
 """Addresses by key. Code is never unloaded."""
+_said: list[str] = []
 
 
 _EMITTERS = ("isa", "parameters", "words", "micro")
@@ -109,13 +114,34 @@ def load(isa: Isa, name: str, symbols: tuple[str, ...], make: Callable[[], str])
         return found
     with _lock:
         if key not in _loaded:
-            _loaded[key] = _link(_object(isa, key, make), symbols)
+            _loaded[key] = _link(_object(isa, key, name, make), symbols)
         return _loaded[key]
 
 
-def _object(isa: Isa, key: str, make: Callable[[], str]) -> bytes:
+def _say(isa: Isa, name: str, folder: Path | None) -> None:
+    """What a first call waits for. Code of a spec's terms takes a moment only, and is not spoken of."""
+    kind, _, dtype = name.partition(" ")
+    if _said or kind not in ("forward", "backward", "decode"):
+        return
+    _said.append(name)
+    kept = (
+        f"kept in {folder}"
+        if folder
+        else "not kept: no folder can be written, TILEWISE_CACHE_DIR names another"
+    )
+    logging.getLogger("tilewise.cpu").warning(
+        "tilewise: compiling CPU kernels for %s (%s %s first), some seconds each; %s",
+        isa.cpu,
+        dtype,
+        kind,
+        kept,
+    )
+
+
+def _object(isa: Isa, key: str, name: str, make: Callable[[], str]) -> bytes:
     folder = _folder()
     if folder is None:
+        _say(isa, name, None)
         return assemble(isa, make())
     path = folder / f"{key}.o"
     found = _read(path)
@@ -123,6 +149,7 @@ def _object(isa: Isa, key: str, make: Callable[[], str]) -> bytes:
         with _alone(path.with_suffix(".lock")):
             found = _read(path)
             if found is None:
+                _say(isa, name, folder)
                 found = assemble(isa, make())
                 _write(path, found)
     return found
@@ -176,13 +203,14 @@ def assemble(isa: Isa, text: str) -> bytes:
     return target.emit_object(module)
 
 
-def optimise(isa: Isa, module: ir.Module) -> str:
+def optimise(isa: Isa, module: ir.Module | str) -> str:
     """LLVM text of a module after the usual passes."""
     import llvmlite.binding as llvm
 
     target = _target(isa)
-    module.triple = target.triple
-    module.data_layout = str(target.target_data)
+    if not isinstance(module, str):
+        module.triple = target.triple
+        module.data_layout = str(target.target_data)
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
     options = llvm.create_pipeline_tuning_options(speed_level=3)
@@ -214,27 +242,72 @@ def _link(body: bytes, symbols: tuple[str, ...]) -> dict[str, int]:
 ENTRY = "tilewise_entry"
 
 
-def numba_text(function: Callable[[int], None]) -> str:
-    """LLVM text of a Numba-compilable `function(int64) -> None` under the C name ENTRY.
+@contextlib.contextmanager
+def _text_only() -> Iterator[None]:
+    """Inside, Numba types and lowers, and does no more.
 
-    Numba compiles and inlines; its own calling convention (a pointer for the result, one for an exception)
-    stays behind a C function of one argument, which a thread pool can call.
+    By itself it runs LLVM's passes over every function that calls another once more, and makes machine code of each,
+    which is more than half of its time. The text of the whole goes through `optimise` and `assemble` once instead.
+    Where Numba has other insides, it does all it always does.
+    """
+    from numba.core import codegen
+    from numba.core.compiler_lock import global_compiler_lock
+    from numba.core.registry import cpu_target
+
+    class Library(codegen.CPUCodeLibrary):
+        """A library that is text: no passes, no addresses."""
+
+        def _optimize_functions(self, module: Any) -> None:
+            module.data_layout = self._codegen._data_layout
+
+        def _optimize_final_module(self) -> None:
+            pass
+
+        def _finalize_specific(self) -> None:
+            pass
+
+        def get_pointer_to_function(self, name: str) -> int:
+            self._ensure_finalized()
+            return 0
+
+    own: dict[str, Any] = {
+        "_library_class": Library,
+        "_add_module": lambda _: None,
+        "set_env": lambda *_: None,
+    }
+    with global_compiler_lock:
+        maker = getattr(cpu_target.target_context, "_internal_codegen", None)
+        if maker is None or not all(hasattr(maker, name) for name in (*own, "_data_layout")):
+            yield
+            return
+        vars(maker).update(own)
+        try:
+            yield
+        finally:
+            for name in own:
+                delattr(maker, name)
+
+
+def numba_text(isa: Isa, function: Callable[[int], None]) -> str:
+    """LLVM text of a Numba-compilable `function(int64) -> None` under the C name ENTRY, after the usual passes.
+
+    Numba's own calling convention (a pointer for the result, one for an exception) stays behind a C function of one
+    argument, which a thread pool can call.
     """
     from numba import njit, types
 
-    compiled = njit(
-        types.void(types.int64),
-        nogil=True,
-        error_model="numpy",
-        no_cpython_wrapper=True,
-        no_cfunc_wrapper=True,
-    )(function)
-    text = compiled.inspect_llvm(compiled.signatures[0])
+    with _text_only():
+        compiled = njit(
+            types.void(types.int64), nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
+        )(function)  # fmt: skip
+        text = compiled.inspect_llvm(compiled.signatures[0])
     name = _defined(text, function.__name__)
-    return text + (
+    # Nothing but the entry is called from outside, so that LLVM may inline what is called once.
+    text = re.sub(r"^define (linkonce_odr )?", "define internal ", text, flags=re.M)
+    return optimise(isa, text + (
         f"\ndefine void @{ENTRY}(i64 %task) {{\n  %result = alloca ptr\n  %error = alloca ptr\n"
         f"  %status = call i32 @{name}(ptr %result, ptr %error, i64 %task)\n  ret void\n}}\n"
-    )
+    ))  # fmt: skip
 
 
 def _defined(text: str, name: str) -> str:
