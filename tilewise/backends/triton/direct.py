@@ -86,7 +86,7 @@ class Direct:
         self.launch = _driver()
 
     def block(self) -> _Block:
-        """An argument block of this kernel's numbers; a call takes one and gives it back."""
+        """An argument block of this kernel's numbers; a call takes one and appends it to `free` when done."""
         try:
             return self.free.pop()
         except IndexError:
@@ -98,12 +98,11 @@ class Direct:
             return _Block(words, extra, size)
 
     def __call__(self, grid: int, block: _Block) -> None:
-        """Launch on the device's current stream, and give the block back.  Raises RuntimeError."""
+        """Launch on the device's current stream.  Raises RuntimeError."""
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         error = self.launch(
             self.function, grid, 1, 1, self.threads, 1, 1, self.shared, stream, None, block.extra
         )
-        self.free.append(block)
         if error:
             raise RuntimeError(f"the driver refused a launch, CUDA error {error}")
 

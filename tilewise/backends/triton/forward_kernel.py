@@ -173,7 +173,7 @@ def absorb_run(
 @triton.jit
 def forward_program(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr,
-    used_q_ptr, used_k_ptr, k_desc, v_desc,
+    used_q_ptr, used_k_ptr, k_desc, v_desc, flag_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_s, o_b, o_h, o_n, o_d, l_s, l_b, l_h,
     batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles,
     q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
@@ -181,12 +181,20 @@ def forward_program(
     HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
     LAST: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, REDO: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
-    """One program: see the header. Strides are in units of STEP elements."""
+    """One program: see the header. Strides are in units of STEP elements.
+
+    CARE, where pairs can be hidden: "inline" does a tile with something not finite again at once, "flag" notes it,
+    "again" is the launch after it, whose programs own BLOCK_M of the RATIO * BLOCK_M rows of a noted tile.
+    """
     # ---- which rows ----
-    split = tl.program_id(0) % splits
-    rest = tl.program_id(0) // splits
+    program = tl.program_id(0)
+    if CARE == "again":
+        part = program % RATIO
+        program = program // RATIO
+    split = program % splits
+    rest = program // splits
     units = heads if VARLEN else batch * heads
     per = row_tiles * swizzle
     section = rest // per
@@ -195,7 +203,8 @@ def forward_program(
     tile = row_tiles - 1 - inner // width
     unit = section * swizzle + inner % width
     if VARLEN:
-        b, tile = find_sequence(cu_q_ptr, tile, batch, seqlen_q, BLOCK_M // group if PACKED else BLOCK_M)
+        tokens = RATIO * BLOCK_M // group if PACKED else RATIO * BLOCK_M
+        b, tile = find_sequence(cu_q_ptr, tile, batch, seqlen_q, tokens)
         head = unit
         row0, n_q = sequence_length(cu_q_ptr, used_q_ptr, b, seqlen_q)
         key0, n_k = sequence_length(cu_k_ptr, used_k_ptr, b, seqlen_k)
@@ -206,6 +215,8 @@ def forward_program(
         tensor_b = b
     q_offset = position_offset(q_offset, q_offset_ptr, b, n_k - n_q, LAST)
     k_offset = position_offset(k_offset, k_offset_ptr, b, 0, False)
+    if CARE == "again":
+        tile = tile * RATIO + part
     r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     if PACKED:
         g = head
@@ -220,6 +231,10 @@ def forward_program(
         h0, h1 = head, head
         h = head
     alive = rows < n_q
+    wanted = i0 < n_q
+    if CARE == "again":
+        noted = tl.load(flag_ptr + program) != 0
+        alive, wanted = alive & noted, wanted & noted
     i = rows[:, None]
     q_pos = i + q_offset
 
@@ -240,14 +255,20 @@ def forward_program(
     tiles = tl.cdiv(n_k, BLOCK_N)
     each = tl.where(split_tiles > 0, split_tiles, tl.cdiv(tiles, splits))
     begin = split * each
-    end = tl.where(i0 < n_q, tl.minimum(begin + each, tiles), begin)
+    end = tl.where(wanted, tl.minimum(begin + each, tiles), begin)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
     acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
     tensors = (k_base, v_base, k_n, k_d, v_n, v_d, size_d, size_dv, n_k, k_desc, v_desc, tensor_b, key0)
     here = (i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g)
     numbers = (scale, seed, threshold, h + h_offset, b + b_offset)
-    if HAS_MASK:
+    if CARE == "again":
+        first, last = begin * BLOCK_N // CARE_N, tl.cdiv(tl.minimum(end * BLOCK_N, n_k), CARE_N)
+        acc, m, l = absorb_run(  # noqa: E741
+            acc, m, l, q, first, last, tensors, here, numbers, data, score, keep, classify, True, True,
+            HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, CARE_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
+            PRECISION, False)  # fmt: skip
+    elif HAS_MASK:
         chunk = begin
         while chunk < end:
             stop = tl.minimum(chunk + CHUNK, end)
@@ -288,7 +309,9 @@ def forward_program(
             HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
             PRECISION, TMA)  # fmt: skip
     # A weight of 0 times a hidden NaN is NaN. It is rare, and then the tile of rows is done again with care.
-    if REDO:
+    if CARE == "flag":
+        tl.store(flag_ptr + program, tl.max(tl.max(((acc - acc) != 0).to(tl.int32), 1), 0))
+    elif CARE == "inline":
         if tl.max(tl.max(((acc - acc) != 0).to(tl.int32), 1), 0) > 0:
             first, last = begin * BLOCK_N // CARE_N, tl.cdiv(tl.minimum(end * BLOCK_N, n_k), CARE_N)
             m = tl.full([BLOCK_M], -float("inf"), tl.float32)

@@ -44,7 +44,8 @@ FORWARD = Entry(
     "forward", "tilewise.backends.triton.forward_kernel", "forward_program",
     (
         "q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr", "sink_ptr", "seed_ptr", "q_offset_ptr", "k_offset_ptr",
-        "cu_q_ptr", "cu_k_ptr", "used_q_ptr", "used_k_ptr", "k_desc", "v_desc", *STRIDES,
+        "cu_q_ptr", "cu_k_ptr", "used_q_ptr", "used_k_ptr", "k_desc", "v_desc", "flag_ptr",
+        *STRIDES,
         "batch", "heads", "group", "seqlen_q", "seqlen_k", "row_tiles", "swizzle", "splits", "split_tiles",
         "q_offset", "k_offset", "h_offset", "b_offset", "size_d", "size_dv", "threshold:u32", "scale:fp32",
         "drop_factor:fp32",
@@ -53,12 +54,16 @@ FORWARD = Entry(
     (
         "HAS_MASK", "HAS_TERMS", "FUSED", "DROPOUT", "VARLEN", "LAST", "PACKED", "BLOCK_M", "BLOCK_N", "D_PAD",
         "DV_PAD", "EVEN", "EVEN_V", "STEP", "UNIT", "PRECISION", "TMA",
-        "REDO",
+        "CARE", "RATIO",
     ),
 )  # fmt: skip
 AT = {argument.partition(":")[0]: n for n, argument in enumerate(FORWARD.arguments)}
 OFFSETS = slice(AT["q_offset"], AT["b_offset"] + 1)
 SCALE = AT["scale"]
+FLAG = AT["flag_ptr"]
+CARE_M = 32
+"""Rows of a tile that is done again, and the tallest that is done again inside its own kernel. Taller ones would form
+their products by instructions that Triton 3.6 gets wrong in loops without pipelining (measured on an H200)."""
 TMA_WORK = 2.0e10
 """Operations from which descriptors are worth their host time (about 40 microseconds of an H200)."""
 SWIZZLE = 8
@@ -79,29 +84,35 @@ class Strides(NamedTuple):
     unit: bool
 
 
-def strides_of(
-    problem: Problem, tensors: Sequence[Tensor], out_strides: Sequence[int], out: Tensor
-) -> Strides:
-    """The strides of a call, and the step that divides them all where addresses allow it."""
-    found = [four_strides(problem, t) for t in tensors] + [tuple(out_strides)]
-    everything = [*tensors, out]
-    unit = all(f[-1] == 1 or t.shape[-1] <= 1 for f, t in zip(found, everything, strict=True))
+def step_of(problem: Problem, tensors: Sequence[Tensor]) -> int:
+    """Elements of 16 bytes if every row of q, k, v and out begins at a multiple of them, else 1."""
     step = 16 // problem.dtype.itemsize
-    aligned = unit and not any(t.data_ptr() & 15 for t in tensors)
     sizes = (problem.shape.head_dim, problem.shape.head_dim_v)
-    if not aligned or any(x % step for f in (*found, (*sizes, 0)) for x in f[:-1]):
-        step = 1
-    scaled = [tuple(x // step for x in f) for f in found]
-    return Strides(*scaled, step, unit)  # type: ignore[arg-type]
+    found = [four_strides(problem, t) for t in tensors]
+    if any(f[3] != 1 for f in found) or any(t.data_ptr() & 15 for t in tensors):
+        return 1
+    return 1 if any(x % step for x in sizes) or any(x % step for f in found for x in f[:3]) else step
+
+
+def strides_of(problem: Problem, tensors: Sequence[Tensor], out_strides: Sequence[int], step: int) -> Strides:
+    """The strides of a call in units of a step that divides all but the last."""
+    found = [*(four_strides(problem, t) for t in tensors), tuple(out_strides)]
+    sizes = (problem.shape.head_dim, problem.shape.head_dim, *[problem.shape.head_dim_v] * 2)
+    unit = all(f[-1] == 1 or size <= 1 for f, size in zip(found, sizes, strict=True))
+    return Strides(*(tuple(x // step for x in f) for f in found), step, unit)  # type: ignore[arg-type]
 
 
 class Recipe(NamedTuple):
     """A launch of the forward kernel with everything that calls of one kind share; see `kind_of`.
 
-    values: the arguments, in which a call's own are replaced (`_own_values`). grid: programs. work: (splits, tiles).
+    run: the kernel; again: the launch after it that repeats noted tiles in `ratio` parts each, or None. values: the
+    arguments, in which a call's own are replaced (`_own_values`). grid: programs. aligned: addresses are multiples of
+    16 bytes.
     """
 
     run: Any
+    again: Any
+    ratio: int
     values: list[object]
     types: tuple[str, ...]
     grid: int
@@ -157,15 +168,24 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
         if problem.options.layout == "varlen":
             out.zero_()
             lse.fill_(-math.inf)
-        recipe.run(recipe.grid, _own_values(recipe, inputs, out, lse))
+        _run(recipe, _own_values(recipe, inputs, out, lse), device)
         return out, lse
     parts, part_lse = _parts(problem, inputs, recipe.splits)
     if problem.options.layout == "varlen":
         parts.zero_()
         part_lse.fill_(-math.inf)
-    recipe.run(recipe.grid, _own_values(recipe, inputs, parts, part_lse))
+    _run(recipe, _own_values(recipe, inputs, parts, part_lse), device)
     _combine(problem, inputs, (parts, part_lse), (out, lse))
     return out, lse
+
+
+def _run(recipe: Recipe, values: list[object], device: torch.device) -> None:
+    """Launch a recipe, and after it what repeats the tiles that met something not finite."""
+    if recipe.again is not None:
+        values[FLAG] = torch.empty(recipe.grid, dtype=torch.int32, device=device)
+    recipe.run(recipe.grid, values)
+    if recipe.again is not None:
+        recipe.again(recipe.grid * recipe.ratio, values)
 
 
 def _parts(problem: Problem, inputs: Inputs, splits: int) -> tuple[Tensor, Tensor]:
@@ -178,16 +198,18 @@ def _parts(problem: Problem, inputs: Inputs, splits: int) -> tuple[Tensor, Tenso
 
 
 @functools.lru_cache(maxsize=4096)
-def schedule(problem: Problem, machine: Any) -> tuple[Tiles, tuple[int, int]]:
-    """Tiles and splits of a problem on a machine."""
-    tiles = choice.choose(problem, machine)
+def schedule(problem: Problem, machine: Any, vectors: bool = True) -> tuple[Tiles, tuple[int, int]]:
+    """Tiles and splits of a problem on a machine; vectors: whether its rows can be read by 16 bytes."""
+    tiles = choice.choose(problem, machine, vectors)
     return tiles, choice.splits_of(problem, tiles, machine)
 
 
 def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     """Decide how calls of this kind run, and compile their kernel."""
     device = max(inputs.q.get_device(), 0)
-    tiles, (splits, split_tiles) = schedule(problem, machine_of(device))
+    tensors = (inputs.q, inputs.k, inputs.v)
+    step = step_of(problem, tensors)
+    tiles, (splits, split_tiles) = schedule(problem, machine_of(device), step > 1)
     result = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
     if splits == 1:
         out = result
@@ -201,7 +223,7 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     else:
         out, lse = _parts(problem, inputs, splits)
         out_strides, lse_strides = out.stride(), lse.stride()[:3]
-    strides = strides_of(problem, (inputs.q, inputs.k, inputs.v), out_strides, out)
+    strides = strides_of(problem, tensors, out_strides, step)
     tma = _wants_tma(problem, strides, device)
     values = _shared_values(problem, inputs, slots, tiles, (splits, split_tiles), strides, lse_strides)
     values[AT["out_ptr"]], values[AT["lse_ptr"]] = out, out.new_empty(0, dtype=torch.float32)
@@ -209,6 +231,12 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
         values[AT["sink_ptr"]] = None
     if tma:
         values[AT["k_desc"]], values[AT["v_desc"]] = _descriptors(problem, inputs, tiles)
+    hides = (
+        problem.spec.keep is not None or problem.spec.score is not None or problem.options.layout == "varlen"
+    )
+    care = ("inline" if tiles.block_m <= CARE_M else "flag") if hides else "none"
+    if care == "flag":
+        values[FLAG] = torch.empty(0, dtype=torch.int32, device=out.device)
     constants = _constants(problem, inputs, tiles, strides, tma)
     names = [a.partition(":")[0] for a in FORWARD.arguments] + list(slots.names)
     aligned = tuple(range(4)) if strides.step > 1 else ()
@@ -218,26 +246,22 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
         if layout.step > 1
     )
     types = types_of(names, values, argument_types(FORWARD, slots))
-    build = Build(types, aligned, constants, tiles.warps, tiles.stages)
+    build = Build(types, aligned, (*constants, ("CARE", care), ("RATIO", 1)), tiles.warps, tiles.stages)
     run = kernel_launcher(problem, slots, FORWARD, build, device, (FORWARD,))
+    again, ratio = None, tiles.block_m // CARE_M
+    if care == "flag":
+        low = tuple((name, CARE_M if name == "BLOCK_M" else value) for name, value in constants)
+        build = Build(types, aligned, (*low, ("CARE", "again"), ("RATIO", ratio)), 4, 1)
+        again = kernel_launcher(problem, slots, FORWARD, build, device, (FORWARD,))
     rows = choice.row_tiles(problem, tiles)
     heads = problem.shape.num_heads_kv if tiles.packed else problem.shape.num_heads_q
     units = heads if problem.options.layout == "varlen" else problem.shape.batch * heads
     # The recipe keeps no tensor alive: a call puts its own in.
     kept = [None if isinstance(x, torch.Tensor) or hasattr(x, "block_shape") else x for x in values]
     return Recipe(
-        run,
-        kept,
-        types,
-        units * rows * splits,
-        splits,
-        tiles,
-        tma,
-        strides.step > 1,
-        result.stride(),
-        slots,
-        problem,
-    )
+        run, again, ratio, kept, types, units * rows * splits, splits, tiles, tma, strides.step > 1,
+        result.stride(), slots, problem,
+    )  # fmt: skip
 
 
 def _shared_values(
@@ -250,7 +274,7 @@ def _shared_values(
     threshold, factor = dropout_numbers(problem, inputs.dropout)
     l_s, l_b, l_h = lse_strides
     return [
-        inputs.q, inputs.k, inputs.v, None, None, *_optional(problem, inputs), None, None,
+        inputs.q, inputs.k, inputs.v, None, None, *_optional(problem, inputs), None, None, None,
         *strides.q, *strides.k, *strides.v, *strides.out, l_s, 0 if varlen else l_b, l_h,
         s.batch, heads, max(problem.group, 1), s.seqlen_q, s.seqlen_k, choice.row_tiles(problem, tiles), SWIZZLE,
         *splits, _number(inputs.q_offset), _number(inputs.k_offset), inputs.h_offset, inputs.b_offset,
@@ -323,6 +347,8 @@ class Prepared:
     def __init__(self, recipe: Recipe, inputs: Inputs) -> None:
         problem = recipe.problem
         self.direct = Direct(recipe.run, recipe.types, recipe.values)
+        self.again = None if recipe.again is None else Direct(recipe.again, recipe.types, recipe.values)
+        self.flag = self.direct.slots.get(FLAG, 0)
         self.recipe, self.grid = recipe, recipe.grid
         self.out_shape, self.out_strides = problem.out_shape, recipe.out_strides
         self.lse_shape, self.out_dtype = problem.lse_shape, problem.out_dtype
@@ -357,7 +383,14 @@ class Prepared:
         words[3], words[4] = out.data_ptr(), lse.data_ptr()
         for at, t in zip(self.extra, extra, strict=False):
             words[at] = t.data_ptr()
-        self.direct(self.grid, block)
+        if self.again is None:
+            self.direct(self.grid, block)
+        else:
+            flags = torch.empty(self.grid, dtype=torch.int32, device=self.device)
+            words[self.flag] = flags.data_ptr()
+            self.direct(self.grid, block)
+            self.again(self.grid * self.recipe.ratio, block)
+        self.direct.free.append(block)
         return out, lse
 
     def _elsewhere(
@@ -382,8 +415,6 @@ def _constants(
         ("BLOCK_M", tiles.block_m), ("BLOCK_N", tiles.block_n), ("D_PAD", d), ("DV_PAD", dv),
         ("EVEN", d == s.head_dim), ("EVEN_V", dv == s.head_dim_v), ("STEP", strides.step), ("UNIT", strides.unit),
         ("PRECISION", precision_of(problem.dtype)), ("TMA", tma),
-        # Where nothing can hide a pair, no second look is needed. Rows of other sequences are hidden too.
-        ("REDO", spec.keep is not None or spec.score is not None or problem.options.layout == "varlen"),
     )  # fmt: skip
 
 

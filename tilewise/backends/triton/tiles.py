@@ -51,8 +51,8 @@ def keys_per_sequence(problem: Problem) -> int:
     return s.seqlen_k if problem.options.layout == "dense" else -(-s.seqlen_k // max(s.batch, 1))
 
 
-def choose(problem: Problem, machine: Machine) -> Tiles:
-    """The tiles of the forward kernel."""
+def choose(problem: Problem, machine: Machine, vectors: bool = True) -> Tiles:
+    """The tiles of the forward kernel; vectors: whether rows of q, k and v can be read by 16 bytes."""
     d, dv = padded(problem.shape.head_dim), padded(problem.shape.head_dim_v)
     invariant = problem.options.batch_invariant and problem.options.layout == "varlen"
     rows = 1 << 30 if invariant else rows_per_sequence(problem)
@@ -60,6 +60,9 @@ def choose(problem: Problem, machine: Machine) -> Tiles:
     packed = group > 1 and rows <= 32 and group <= 64
     rows = rows * group if packed else rows
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
+    if not vectors or (not problem.options.batch_invariant and _idle(problem, rows, machine)):
+        # Without 16-byte loads there is no pipelining, and Triton 3.6 gets tall products wrong there (see CARE_M).
+        block_m = min(block_m, 32)
     measured = tuning.lookup(machine.name, "triton.forward", table_key(problem)) if block_m == 128 else None
     if measured:
         found = Tiles(*measured)
@@ -98,9 +101,17 @@ def _narrow(problem: Problem, d: int, dv: int, block_m: int, machine: Machine) -
         return Tiles(block_m, 64 if machine.arch >= 90 else 32, 8 if block_m == 128 else 4, 2)
     if machine.arch < 90:
         return Tiles(block_m, 64, 8 if block_m == 128 and widest > 64 else 4, 3)
-    if block_m == 128 and (widest > 64 or problem.spec.score is not None):
-        return Tiles(128, 128 if problem.spec.score is None else 64, 8, 3)
-    return Tiles(min(block_m, 64), 128 if widest <= 64 else 64, 4, 3)
+    if widest > 64:
+        # Two programs of 64 rows share a multiprocessor, and one computes while the other waits.
+        return Tiles(min(block_m, 64), 64, 4, 3)
+    plain = problem.spec.keep is None and problem.spec.score is None
+    return Tiles(min(block_m, 64), 128, 4, 2 if plain else 3)
+
+
+def _idle(problem: Problem, rows: int, machine: Machine) -> bool:
+    """Whether tiles of 64 rows would leave half of the machine without one."""
+    s = problem.shape
+    return 2 * max(s.batch, 1) * s.num_heads_q * -(-rows // 64) <= machine.sms
 
 
 def shared_bytes(tiles: Tiles, d: int, dv: int, itemsize: int) -> int:
