@@ -203,7 +203,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
         "--backend", default="cpu", help="Tilewise's backend: cpu (compiled), auto, blockwise, ..."
     )
     parser.add_argument("--device", default="cpu")
-    for name, value in (("steps", 300), ("batch", 8), ("context", 256), ("width", 128), ("heads", 4), ("layers", 4),
+    for name, value in (("steps", 300), ("batch", 4), ("context", 256), ("width", 128), ("heads", 4), ("layers", 3),
                         ("seeds", 1), ("sample", 200)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--rate", type=float, default=1e-3)

@@ -129,7 +129,10 @@ def run(
 ) -> dict[str, Any]:
     """Logits (of rows that count) and the gradient of every parameter, with one attention implementation."""
     model.set_attn_implementation(implementation)
-    assert model.config._attn_implementation == implementation
+    if model.config._attn_implementation != implementation:
+        pytest.skip(
+            f"{type(model).__name__} has no attention interface in transformers {transformers.__version__}"
+        )
     dtype = next(model.parameters()).dtype
     given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in given.items()}
     extra = {} if "pixel_values" in given else {"use_cache": False}

@@ -13,6 +13,10 @@ import tilewise.compat.transformers as compat  # noqa: E402
 from tilewise.compat.transformers_masks import make_mask_function  # noqa: E402
 
 B, N = 2, 11
+pytestmark = pytest.mark.skipif(
+    not hasattr(library, "remap_positions_for_packed_sequence"),
+    reason="held against the masks of transformers 5.24",
+)
 
 
 @pytest.fixture(params=["builders", "closures"])

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tilewise.api import attention
 from tilewise.compat.transformers_masks import BUILDERS, MaskPlan, make_mask_function, named_builder
+from tilewise.compat.transformers_t5 import NAMES, PositionTable, use_position_tables
 from tilewise.errors import OptionError, ShapeError, UnsupportedProblem, message
 from tilewise.spec.masks import Mask, causal, dense, document, key_padding, window
 from tilewise.spec.scores import ScoreTerm, bias
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
+
+__all__ = ["attention_function", "register", "unregister", "use_position_tables"]
 
 # Arguments whose effect would be lost: (name, remedy).
 _REFUSED = (
@@ -64,6 +67,7 @@ def register(name: str = "tilewise", *, backend: str = "auto") -> None:
         original = getattr(masking_utils, builder, None)
         if original is not None and not hasattr(original, "tilewise_original"):
             setattr(masking_utils, builder, named_builder(builder, original))
+    NAMES.add(name)
     AttentionInterface.register(name, attention_function(backend))
     masking_utils.AttentionMaskInterface.register(name, make_mask_function(masking_utils))
 
@@ -75,6 +79,7 @@ def unregister(name: str = "tilewise") -> None:
     """
     from transformers import AttentionInterface, masking_utils
 
+    NAMES.discard(name)
     for interface in (AttentionInterface, masking_utils.AttentionMaskInterface):
         interface._global_mapping.pop(name, None)
     for builder in BUILDERS:
@@ -111,7 +116,9 @@ def attention_function(backend: str = "auto") -> Callable[..., tuple[Tensor, Non
         cap = options.get("softcap")
         terms = ([] if cap is None else [softcap_term(cap)]) + terms
         position_bias = options.get("position_bias")
-        if position_bias is not None:
+        if isinstance(position_bias, PositionTable):
+            terms.append(position_bias.term)
+        elif position_bias is not None:
             terms.append(bias(position_bias[..., : key.shape[2]]))
         out = attention(
             query, key, value, mask=mask, scores=terms, sink=options.get("s_aux"),

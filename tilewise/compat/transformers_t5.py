@@ -38,7 +38,7 @@ def use_position_tables(model: nn.Module) -> int:
     if not found:
         raise UnsupportedProblem(f"{type(model).__name__} has no layer with T5's relative_attention_bias")
     for module in found:
-        module.compute_bias = _by_table(module, module.compute_bias)  # type: ignore[assignment]
+        module.compute_bias = _by_table(module, module.compute_bias)
     return len(found)
 
 
