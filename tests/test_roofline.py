@@ -94,8 +94,22 @@ def test_no_machine_no_prediction(monkeypatch):
     assert (plan.machine, plan.bound, plan.predicted_s, plan.roofs) == (None, None, None, ())
     naive = tw.explain(*[(1, 2, 64, 16)] * 3, backend="naive", machine="zen3")
     assert naive.machine == "zen3" and naive.predicted_s is None
-    with pytest.raises(tw.OptionError, match="there is no machine 'h300'"):
-        tw.explain(*[(1, 2, 64, 16)] * 3, machine="h300")
+    for backend in ("auto", "naive"):
+        with pytest.raises(tw.OptionError, match="there is no machine 'h300'"):
+            tw.explain(*[(1, 2, 64, 16)] * 3, machine="h300", backend=backend)
+
+
+def test_packed_and_empty_calls_are_priced_too():
+    q = torch.zeros(300, 4, 16)
+    packed = tw.explain(
+        q, q, q, cu_seqlens_q=torch.tensor([0, 100, 300]), backend="blockwise", machine="zen3"
+    )
+    # 100 + 200 rows, in tiles of 256 x 512 clipped to the sequences: 4 D FLOP a pair on 166.6 GFLOP/s.
+    assert packed.roofs[0] == pytest.approx((100**2 + 200**2) * 4 * 4 * 16 / 166.6e9)
+    empty = tw.explain((1, 2, 64, 16), (1, 2, 0, 16), (1, 2, 0, 16), backend="blockwise", machine="zen3")
+    assert empty.predicted_s is None and empty.shape is None
+    wide = tw.explain(*[(1, 2, 64, 16)] * 3, dtype=torch.float64, backend="blockwise", machine="zen3")
+    assert wide.predicted_s is None  # no source states a rate for float64
 
 
 def numbers(machine) -> list[Number]:

@@ -193,6 +193,8 @@ def _plan(problem: Problem, inputs: Inputs, machine: str | None) -> Plan:
     # Key rows read: each visited tile reads its columns once.
     rows_read = visited // max(block_q, 1)
     heads = shape.num_heads_q
+    if machine is not None:
+        find_machine(machine)  # an unknown name is refused, whether it would be priced or not
     machine = machine or machine_here(problem.device_type)
     priced = _priced(problem, schedule, (visited, q_tokens))
     predicted = _predict(priced, machine, schedule)
