@@ -178,7 +178,7 @@ def test_step_of_the_third_generation(case):
 @pytest.mark.parametrize(
     "case",
     thin(
-        150,
+        60,
         8,
         **{**AXES, "lengths": [*AXES["lengths"], (3, 799), (64, 800), (256, 256), (1, 3577), (16, 2000)]},
     ),

@@ -101,7 +101,7 @@ def test_torch_grid(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", thin(120, 10, lengths=[*LENGTHS, (512, 1024), (2048, 587), (1024, 1024)], **AXES), ids=short
+    "case", thin(30, 10, lengths=[*LENGTHS, (512, 1024), (2048, 587), (1024, 1024)], **AXES), ids=short
 )
 def test_torch_grid_full(case):
     check_torch_grid(case, case["lengths"])
