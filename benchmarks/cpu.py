@@ -1,6 +1,6 @@
-"""The CPU backend beside F.scaled_dot_product_attention: forward, backward, decode, short problems, features.
+"""The CPU backend beside F.scaled_dot_product_attention: forward, backward, decode, short problems, features, start.
 
-    OMP_PROC_BIND=true python benchmarks/cpu.py [forward backward decode short features] [--quick]
+    OMP_PROC_BIND=true python benchmarks/cpu.py [forward backward decode short features window start] [--quick]
         [--output benchmarks/results/cpu.jsonl]
 
 Both through their public calls with outputs allocated inside, in one process, interleaved, the order
@@ -15,6 +15,9 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -148,6 +151,8 @@ def features(budget: float, quick: bool):
         "softcap": ({"scores": tw.softcap(20.0)}, 1.0),
         "exp2": ({"scores": tw.custom_score(lambda s: s - tw.exp2(-abs(s)))}, 1.0),
         "relative": ({"scores": tw.relative(torch.randn(h, 129))}, 1.0),
+        "bias": ({"scores": tw.bias(torch.randn(1, h, n, n))}, 1.0),
+        "padding": ({"mask": tw.key_padding(torch.ones(1, n, dtype=torch.bool))}, 1.0),
         "dropout": ({"dropout": 0.1, "seed": 1}, 1.0),
     }
     for name, (options, share) in cases.items():
@@ -159,6 +164,48 @@ def features(budget: float, quick: bool):
         )
         found["per_visible_pair"] = round(found["ratio"] * share, 3)
         yield found
+
+
+def window(budget: float, quick: bool):
+    """A window of 256 keys beside full attention of the same length, which stands in for "sdpa" here."""
+    n = 2048 if quick else 8192
+    q, k, v = draw(1, 1, 1, n, n, 64, torch.float32)
+    times = interleave(
+        [lambda: tw.attention(q, k, v, backend="cpu"),
+         lambda: tw.attention(q, k, v, mask=tw.window(255, 0), backend="cpu")], budget)  # fmt: skip
+    yield line("window", {"dtype": "fp32", "N": n, "H": 1, "D": 64, "window": 256}, times)
+
+
+FIRST_CALLS = """
+import json, sys, time
+start = time.perf_counter()
+import torch, tilewise as tw
+found = {"import_s": time.perf_counter() - start}
+dtype = getattr(torch, sys.argv[1])
+q = torch.randn(1, 4, 256, 64, dtype=dtype, requires_grad=True)
+k = torch.randn(1, 2, 256, 64, dtype=dtype, requires_grad=True)
+def measure(name, call):
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = call()
+    found[name + "_s"], found[name + "_cpu_s"] = time.perf_counter() - wall, time.process_time() - cpu
+    return result
+out = measure("forward", lambda: tw.attention(q, k, k, mask=tw.causal(), backend="cpu"))
+measure("backward", lambda: out.sum().backward())
+with torch.no_grad():
+    measure("decode", lambda: tw.attention(q[:, :, :1], k, k, backend="cpu"))
+print(json.dumps({name: round(value, 3) for name, value in found.items()}))
+"""
+
+
+def start(budget: float, quick: bool):
+    """The first calls of a process: with nothing compiled, then with everything on disk."""
+    for dtype in ("float32",) if quick else ("float32", "bfloat16"):
+        with tempfile.TemporaryDirectory() as folder:
+            for kind in ("cold", "warm"):
+                done = subprocess.run(
+                    [sys.executable, "-c", FIRST_CALLS, dtype], env={**os.environ, "TILEWISE_CACHE_DIR": folder},
+                    capture_output=True, text=True, check=True)  # fmt: skip
+                yield {"section": "start", "dtype": dtype, "process": kind, **json.loads(done.stdout)}
 
 
 def machine() -> dict:
@@ -179,6 +226,8 @@ def main() -> None:
         "decode": decode,
         "short": short,
         "features": features,
+        "window": window,
+        "start": start,
     }
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -9,6 +9,7 @@ import torch
 
 import tilewise as tw
 from tilewise.backends.reference.blockwise import Blockwise
+from tilewise.problem import Inputs, Problem
 
 pytest.importorskip("numba", reason="the CPU backend needs Numba")
 
@@ -179,3 +180,51 @@ def test_a_leaf_read_by_position() -> None:
 
     for got, want in zip(*_leaf_gradients(tensors, torch.randn(2, 45, 70), options), strict=True):
         torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-5)
+
+
+def test_documents_far_apart() -> None:
+    """Ids read tile by tile, across runs of keys that nobody sees, with int32 and int64, packed heads and few rows."""
+    for dtype, rows in ((torch.int64, 700), (torch.int32, 3)):
+        ids = torch.arange(700).div(90, rounding_mode="floor").to(dtype).expand(2, 700).contiguous()
+        ids[1, 600:] = -1
+        mask = tw.document(ids[:, 700 - rows :].contiguous(), ids)
+        check(draw(2, 4, 2, rows, 700, 16, 16), mask=mask)
+        check(draw(2, 4, 2, rows, 700, 16, 16), mask=~mask & tw.causal())
+
+
+@pytest.mark.parametrize("cpu", ["haswell", "skylake-avx512"])
+def test_other_targets_compile(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask and a bias of pairs, and documents, for vector widths this machine may not have."""
+    import llvmlite.ir as ir
+
+    from tilewise.backends.cpu import fold, machine_code
+    from tilewise.backends.cpu.isa import detect
+    from tilewise.backends.cpu.slots import describe
+
+    monkeypatch.setenv("NUMBA_CPU_NAME", cpu)
+    monkeypatch.delenv("NUMBA_CPU_FEATURES", raising=False)
+    isa = detect()
+    if isa.arch != "x86":
+        pytest.skip("an x86 target on another machine")
+    ids = torch.zeros(1, 64, dtype=torch.int64)
+    mask = tw.dense(torch.ones(1, 1, 64, 64, dtype=torch.bool)) & tw.document(ids, ids)
+    bias = tw.bias(torch.zeros(1, 1, 64, 64))
+    seen: list[tuple] = []
+
+    class Stop(Exception):
+        pass
+
+    def stop(_: object, problem: Problem, inputs: Inputs) -> None:
+        seen.append((problem.spec, inputs.leaves))
+        raise Stop
+
+    monkeypatch.setattr(Blockwise, "forward", stop)
+    q = torch.zeros(1, 1, 64, 16)
+    with pytest.raises(Stop):
+        tw.attention(q, q, q, mask=mask, scores=bias, backend="blockwise")
+    spec = seen[0][0]
+    module = ir.Module("fold")
+    slots = describe(spec, seen[0][1])
+    fold.print_fold(module, "fold_partial", isa, slots, False, spec, True)
+    fold.print_classify(module, slots, False, spec.keep)
+    assert machine_code.assemble(isa, machine_code.optimise(isa, module))

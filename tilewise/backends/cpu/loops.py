@@ -228,12 +228,18 @@ def build_loops(isa: Isa, micro: Micro) -> Loops:
             return FULL, min(block, end - j)
         n = min(CLASS_KEYS, end - j)
         kind = call_classify(classify, spec, w, rows[0], rows[1], j, j + n - 1)
-        limit = (1 << 30) if kind == EMPTY else block
+        # A long way of nothing is crossed by steps that double; the host's tables know single tiles only.
+        doubles = kind == EMPTY and load_i64(w + LANES.numbers, TABLE.address) == 0
+        limit, step = (1 << 30) if kind == EMPTY else block, CLASS_KEYS
         while n + CLASS_KEYS <= limit and j + n < end:
-            more = min(CLASS_KEYS, end - j - n)
-            if call_classify(classify, spec, w, rows[0], rows[1], j + n, j + n + more - 1) != kind:
+            more = min(step, end - j - n)
+            if call_classify(classify, spec, w, rows[0], rows[1], j + n, j + n + more - 1) == kind:
+                n += more
+                step = 2 * step if doubles else step
+            elif step > CLASS_KEYS:
+                step = CLASS_KEYS
+            else:
                 break
-            n += more
         return kind, n
 
     @njit(**JIT)

@@ -46,7 +46,16 @@ SOURCES = {
     "decode": (*_EMITTERS, "loops", "row_micro", "forward_kernel", "decode_kernel"),
     "backward": (*_EMITTERS, *_PAIRS, "loops", "backward_rows", "pair_backward", "backward_kernel"),
     "finish": (*_EMITTERS, "loops", "backward_kernel"),
-    "fold": (*_EMITTERS, "counted", "print_vector", "print_interval", "stage", "slots", "fold"),
+    "fold": (
+        *_EMITTERS,
+        "counted",
+        "print_vector",
+        "leaf_bounds",
+        "print_interval",
+        "stage",
+        "slots",
+        "fold",
+    ),
     "slopes": (*_EMITTERS, "counted", "print_vector", "stage", "slots", "fold", "fold_slopes"),
     "peak": ("isa", "words", "peaks"),
 }

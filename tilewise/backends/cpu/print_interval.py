@@ -1,9 +1,8 @@
 """The mask's interval form printed as scalar code: is a tile EMPTY, PARTIAL or FULL?
 
 Integers are int64 pairs (least, greatest), conditions pairs (certain, possible). What depends on the tile in a
-way this printer does not follow (floats, numbers read along rows or columns) may be anything; such leaves are
-classified by `tilewise.spec.tiles` on the host instead. A leaf of conditions is read: a tile of it is small beside
-the tile's products, and a table of all tiles, made before the first, would read the whole leaf once more.
+way this printer does not follow (floats, a leaf read by computed indices) may be anything; such masks are
+classified by `tilewise.spec.tiles` on the host instead. Conditions and integers read by plain indices: `leaf_bounds`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import llvmlite.ir as ir
 
-from tilewise.backends.cpu.counted import loop
+from tilewise.backends.cpu.leaf_bounds import LeafBounds, Pair, is_read
 from tilewise.backends.cpu.parameters import LANES, NUMBER
 from tilewise.backends.cpu.words import I1, I8, I32, I64
 from tilewise.spec import expression as ex
@@ -21,10 +20,6 @@ if TYPE_CHECKING:
     from tilewise.backends.cpu.slots import Slots
     from tilewise.spec.expression import Node
 
-Pair = tuple[ir.Value, ir.Value]
-RUN = 32
-"""Conditions read at once."""
-
 
 def needs_table(keep: Node, slots: Slots) -> bool:
     """Whether the mask reads a leaf along rows, columns or positions in a way for which a host table says more."""
@@ -32,12 +27,6 @@ def needs_table(keep: Node, slots: Slots) -> bool:
         site for site in ex.loads(keep) if any(ex.variables(a) & {"i", "j", "q", "k"} for a in site.args)
     )
     return any(not is_read(site, slots) for site in along)
-
-
-def is_read(site: Node, slots: Slots) -> bool:
-    """Whether the conditions a tile reads are read by its classification: each index is a variable."""
-    plain = site.type == "bool" and slots.elements[int(site.value)] in ("i8", "u8")  # type: ignore[arg-type]
-    return plain and all(a.op == "var" for a in site.args)
 
 
 class IntervalPrinter:
@@ -128,7 +117,9 @@ class IntervalPrinter:
         if any(a is None for a in args) or not plain:
             return None
         if any(not ex.variables(a) <= exact for a in node.args):
-            return self._read(node, args) if is_read(node, self.slots) else None  # type: ignore[arg-type]
+            if not is_read(node, self.slots):
+                return None
+            return LeafBounds(self.b, self.slots, self.spec).read(node, args)  # type: ignore[arg-type]
         b, at = self.b, self.slots.leaf_at[int(node.value)]  # type: ignore[arg-type]
         address = self._load(self.spec, 8 * at, I64)
         for n, (index, _) in enumerate(args):  # type: ignore[misc]
@@ -144,59 +135,6 @@ class IntervalPrinter:
             raw = b.trunc(raw, I32)
         value = b.zext(raw, I64) if element == "u8" else b.sext(raw, I64)
         return value, value
-
-    def _read(self, node: Node, args: list[Pair]) -> Pair:
-        """(all, any) of the conditions of a tile: loops over its indices, the last by vectors where they are adjacent.
-
-        It ends where both a True and a False are found."""
-        b, at = self.b, self.slots.leaf_at[int(node.value)]  # type: ignore[arg-type]
-        found = [b.alloca(I8, name=name) for name in ("hidden", "seen")]
-        for cell in found:
-            b.store(I8(0), cell)
-        starts, counts, strides = [], [], []
-        for n, (low, high) in enumerate(args):
-            last = b.sub(self._load(self.spec, 8 * (at + 1 + 2 * n), I64), I64(1))
-            low, high = (self._clamped(x, last) for x in (low, high))
-            strides.append(self._load(self.spec, 8 * (at + 2 + 2 * n), I64))
-            starts.append(b.mul(low, strides[-1]))
-            counts.append(b.add(b.sub(high, low), I64(1)))
-
-        def both() -> ir.Value:
-            values = [b.icmp_signed("!=", b.load(cell), I8(0)) for cell in found]
-            return b.and_(*values)
-
-        def nest(n: int, address: ir.Value) -> None:
-            address = b.add(address, starts[n])
-            if n == len(args) - 1:
-                self._read_run(address, counts[n], strides[n], found)
-                return
-            with loop(b, counts[n], "read", both) as index:
-                nest(n + 1, b.add(address, b.mul(index, strides[n])))
-
-        nest(0, self._load(self.spec, 8 * at, I64))
-        hidden, seen = (b.icmp_signed("!=", b.load(cell), I8(0)) for cell in found)
-        return b.not_(hidden), seen
-
-    def _clamped(self, x: ir.Value, last: ir.Value) -> ir.Value:
-        b = self.b
-        x = b.select(b.icmp_signed("<", x, I64(0)), I64(0), x)
-        return b.select(b.icmp_signed(">", x, last), last, x)
-
-    def _read_run(self, address: ir.Value, count: ir.Value, stride: ir.Value, found: list[ir.Value]) -> None:
-        """`count` conditions from an address on: found = (one is False, one is True)."""
-        b, many = self.b, ir.VectorType(I8, RUN)
-        vectors = b.select(b.icmp_signed("==", stride, I64(1)), b.udiv(count, I64(RUN)), I64(0))
-        with loop(b, vectors, "vector") as index:
-            raw = self._load(b.add(address, b.mul(index, I64(RUN))), 0, many, 1)
-            true = b.bitcast(b.icmp_signed("!=", raw, ir.Constant(many, [0] * RUN)), ir.IntType(RUN))
-            for cell, none in zip(found, (-1, 0), strict=True):
-                here = b.icmp_signed("!=", true, ir.Constant(true.type, none))
-                b.store(b.or_(b.load(cell), b.zext(here, I8)), cell)
-        rest = b.mul(vectors, I64(RUN))
-        with loop(b, b.sub(count, rest), "element") as index:
-            raw = self._load(b.add(address, b.mul(b.add(rest, index), stride)), 0, I8, 1)
-            for cell, sign in zip(found, ("==", "!="), strict=True):
-                b.store(b.or_(b.load(cell), b.zext(b.icmp_signed(sign, raw, I8(0)), I8)), cell)
 
     def _where(self, node: Node, args: list[Pair | None]) -> Pair | None:
         if node.type == "float" or args[1] is None or args[2] is None:
