@@ -12,6 +12,8 @@ import torch
 
 import tilewise as tw
 from tilewise.analysis import Trace, bytes_ordinary, bytes_tiled, trace
+from tilewise.analysis.schedules import predict
+from tilewise.analysis.sizes import Sizes, Tiles
 from tilewise.cli.main import main
 from tilewise.spec.attention import AttentionSpec, spec_text
 from tilewise.spec.tiles import EMPTY, FULL, PARTIAL, TileGrid, classify_tiles
@@ -127,6 +129,21 @@ def test_bytes_are_the_model_s(mask):
                 )
                 visited = sorted([s.row, s.column] for s in run if s.kind == "tile")
                 assert visited == (one.classes != EMPTY).nonzero().tolist()
+
+
+def test_bytes_are_those_of_the_named_schedules():
+    """A fast memory that holds two tiles and little more: every pass over k and v, or over the queries, is paid."""
+    x = tuple(torch.randn(64, 16) for _ in range(3))
+    steps = trace(*x, block_q=8, block_k=8).recording.steps
+    sizes, tiles, capacity = Sizes(64, 64, 16, 16), Tiles(8, 8), 1500
+    forward = predict("flash2", sizes, capacity, tiles=tiles).total
+    assert steps["forward", "queries outer"][-1].tiled == 4 * forward
+    # FlashAttention-1 keeps m and l apart, where a trace writes their lse at the end.
+    assert steps["forward", "keys outer"][-1].tiled == 4 * (
+        predict("flash1", sizes, capacity, tiles=tiles).total - 64
+    )
+    backward = predict("flash2", sizes, capacity, tiles=tiles, backward=True).total
+    assert steps["backward", "keys outer"][-1].tiled == 4 * backward
 
 
 def test_bytes_of_the_other_orders_by_hand():

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Recording", "Trace", "trace"]
 
-BUDGET = 1 << 20
+BUDGET = 1 << 19
 """Numbers recorded for all tile sizes together; the smallest tiles are left out beyond it."""
 
 
