@@ -95,6 +95,14 @@ def test_pairs_of_packed_sequences(plain_pairs: None) -> None:
         torch.testing.assert_close(got, want, atol=3e-2, rtol=3e-2)
 
 
+def test_explain_says_how_pairs_are_multiplied(plain_pairs: None) -> None:
+    q = torch.empty(1, 8, 4096, 64, dtype=torch.bfloat16)
+    plan = tw.explain(q, q, q, mask=tw.causal(), backend="cpu")
+    assert "bf16 by arithmetic on the halves" in str(plan)
+    wide = tw.explain(q.float(), q.float(), q.float(), mask=tw.causal(), backend="cpu")
+    assert "bf16" not in str(wide)
+
+
 def test_pairs_hide_what_is_not_finite(plain_pairs: None) -> None:
     q, k, v = (torch.randn(1, 2, 100, 40).bfloat16() for _ in range(3))
     mask = tw.key_padding(torch.tensor([90]))
@@ -117,7 +125,7 @@ def entry(a):
     begin(0)
     block(a, 64, 64, a, 256, a, a, 256, a)
     end(0)
-text = machine_code.numba_text(entry)
+text = machine_code.numba_text(isa, entry)
 lines = machine_code._target(isa).emit_assembly(llvm.parse_assembly(text)).splitlines()
 labels, inner = {line.split(":")[0]: n for n, line in enumerate(lines) if line.startswith(".L")}, []
 for n, line in enumerate(lines):
@@ -152,6 +160,54 @@ def test_products_of_pairs_compile(cpu: str, more: str, way: str, word: str, lea
     assert told == way
     assert max(c[word] for c in counts) >= least
     assert all(c["rsp"] == 0 for c in counts if c[word])
+
+
+# ---- partial results and packed sequences ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_partial_of_two_byte_types(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Halves of the keys, merged, and their backward, without the reference: out and gradients of the whole."""
+    from tilewise.backends.reference.blockwise import Blockwise
+
+    q, k, v = (torch.randn(1, 2, 70, 24).to(dtype).requires_grad_() for _ in range(3))
+    do = torch.randn(1, 2, 70, 24)
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    want = tw.attention(*wide, mask=tw.window(50, 50), q_offset=0, backend="naive")
+    want_grads = torch.autograd.grad(want, wide, do.double())
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(Blockwise, name, lambda *a: pytest.fail("the reference was asked"))
+    options = {"mask": tw.window(50, 50), "q_offset": 0, "backend": "cpu"}
+    parts = [
+        tw.attention_partial(q, k[:, :, s], v[:, :, s], k_offset=s.start, **options)
+        for s in (slice(0, 40), slice(40, 70))
+    ]
+    out = tw.merge(*parts).out
+    torch.testing.assert_close(out.double(), want, atol=2e-2, rtol=2e-2)
+    for got, expected in zip(torch.autograd.grad(out, (q, k, v), do), want_grads, strict=True):
+        torch.testing.assert_close(got.double(), expected, atol=5e-2, rtol=5e-2)
+
+
+@pytest.mark.parametrize("hole", ["none", "used", "tokens outside", "no keys"])
+def test_packed_sequences_fill_everything(hole: str, poisoned_memory: None) -> None:
+    """Rows and keys that no sequence takes are 0 (lse -inf), on memory that was never cleared."""
+    cu_q, cu_k, used = [0, 20, 50, 130], [0, 20, 50, 130], None
+    if hole == "used":
+        used = torch.tensor([20, 7, 80], dtype=torch.int32)
+    elif hole == "tokens outside":
+        cu_q, cu_k = [0, 20, 50, 100], [3, 20, 50, 100]
+    elif hole == "no keys":
+        cu_q, cu_k = [0, 20, 50, 130], [0, 20, 20, 130]
+    q, k, v = (torch.randn(130, 2, 16).requires_grad_() for _ in range(3))
+    found = []
+    for backend in ("cpu", "naive"):
+        out, lse = tw.attention_varlen(
+            q, k, v, torch.tensor(cu_q).int(), torch.tensor(cu_k).int(), seqused_q=used, seqused_k=used,
+            mask=tw.causal(), backend=backend, return_lse=True,
+        )  # fmt: skip
+        found.append((out, lse, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 # ---- other processors --------------------------------------------------------------------------------------------

@@ -41,12 +41,13 @@ class _Prepared:
     """A laid-out forward with its results' shapes."""
 
     def __init__(self, problem: Problem, inputs: Inputs, slots: Slots, exact: Blockwise) -> None:
+        from tilewise.backends.cpu.launch import pieces
         from tilewise.backends.cpu.prepared import launches_of
 
         q = inputs.q
         out = empty_in_order(q, problem.out_shape, problem.out_dtype)
         lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
-        (self._call,) = launches_of(problem, inputs, (out, lse), slots)
+        (self._call,) = launches_of(problem, inputs, (out, lse), slots, pieces(problem, inputs))
         self._short = self._call.short()
         self._like_q = out.dtype == q.dtype and out.shape == q.shape and out.stride() == q.stride()
         self._out = (out.shape, out.stride(), out.dtype)
@@ -123,22 +124,24 @@ class Cpu:
         """(out, lse). A value that is not finite must reach exactly the rows that see it. The kernels multiply
         hidden values by weights of 0, so where a result is not finite the call is done again by the reference,
         which keeps count of who sees what; results that are all finite hold nothing hidden."""
+        from tilewise.backends.cpu import launch
         from tilewise.backends.cpu.prepared import launches_of
         from tilewise.backends.cpu.slots import describe
 
         slots = describe(problem.spec, inputs.leaves)
         if slots is None:
             return self._exact.forward(problem, inputs)
+        found = launch.pieces(problem, inputs)
         out = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
         lse = inputs.q.new_empty(problem.lse_shape, dtype=problem.compute_dtype)
-        if problem.options.layout == "varlen":
+        if not launch.covered(problem, found):
             out.zero_()
             lse.fill_(-math.inf)
         with torch.no_grad():
             target = out
             if out.stride(-1) != 1 and out.shape[-1] > 1:
                 target = torch.zeros(out.shape, dtype=out.dtype, device="cpu")
-            launches = launches_of(problem, inputs, (target, lse), slots)
+            launches = launches_of(problem, inputs, (target, lse), slots, found)
             extra = inputs.leaves if inputs.sink is None else (*inputs.leaves, inputs.sink)
             if not all([x.run((inputs.q, inputs.k, inputs.v), extra, target, lse) for x in launches]):
                 return self._exact.forward(problem, inputs)
@@ -176,9 +179,13 @@ class Cpu:
         from tilewise.backends.cpu.slots import describe
 
         slots = describe(problem.spec, inputs.leaves)
-        same = all(t.dtype == problem.dtype for t in (saved[0], grads[0]))
-        if slots is None or not same:
+        if slots is None:
             return self._exact.backward(problem, inputs, saved, grads, needs)
+        # A partial result is float32 beside 2-byte inputs: all of it is done in float32, on copies.
+        wide = problem.dtype != torch.float32 and any(t.dtype != problem.dtype for t in (saved[0], grads[0]))
         with torch.no_grad():
-            found = launch_backward.backward(problem, inputs, saved, grads, needs, slots)
+            if wide:
+                found = launch_backward.backward_wide(problem, inputs, saved, grads, needs, slots)
+            else:
+                found = launch_backward.backward(problem, inputs, saved, grads, needs, slots)
         return self._exact.backward(problem, inputs, saved, grads, needs) if found is None else found

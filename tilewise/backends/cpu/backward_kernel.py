@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from numba import njit, types
 
 from tilewise.backends.cpu.backward_rows import Operands, build_prepare, build_statistics
-from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP, uses_pairs
+from tilewise.backends.cpu.isa import BLOCK_ROWS, LINE, STRIP, uses_pairs
 from tilewise.backends.cpu.loops import EMPTY, FULL, JIT, Loops, build_loops, call_fold, kernel
 from tilewise.backends.cpu.micro import (
     ROW,
@@ -159,8 +159,8 @@ def build_operands(isa: Isa, micro: Micro, loops: Loops) -> Operands:
         s = ot + dim_v * ROW
         dp = s + block * ROW
         wide_k = dp + block * ROW
-        wide_v = wide_k + (block * dim * 4 if half else 0)
-        sum_k = wide_v + (block * dim_v * 4 if half else 0)
+        wide_v = wide_k + block * (dim * 4 + LINE)
+        sum_k = wide_v + (block * (dim_v * 4 + LINE) if half else 0)
         sum_v = sum_k + load_i64(a, P.superblock) * padded * 4
         return qt, gt, qn, gn, ot, s, dp, wide_k, wide_v, sum_k, sum_v, padded, padded_v
 
@@ -179,10 +179,13 @@ def build_operands(isa: Isa, micro: Micro, loops: Loops) -> Operands:
         k, k_row, v, v_row = sources[0], sources[1], sources[2], sources[3]
         dim, dim_v = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v)
         strips = BLOCK_ROWS // STRIP
-        if half:
-            widen(k, k_row, n, dim, wide_k)
-            widen(v, v_row, n, dim_v, wide_v)
-            k, k_row, v, v_row = wide_k, dim * 4, wide_v, dim_v * 4
+        if load_i64(a, P.copied):
+            k_bytes, v_bytes = dim * 4 + LINE, dim_v * 4 + LINE
+            widen(k, k_row, n, dim, wide_k, k_bytes)
+            k, k_row = wide_k, k_bytes
+            if half:
+                widen(v, v_row, n, dim_v, wide_v, v_bytes)
+                v, v_row = wide_v, v_bytes
         fill(w + LANES.top, BLOCK_ROWS, f32(-math.inf))
         scores(v, v_row, gt, dim_v, dp, w + LANES.alpha, n, strips)
         scores(k, k_row, qt, dim, s, w + LANES.top, n, strips)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from numba import njit
 
-from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP, uses_pairs
+from tilewise.backends.cpu.isa import BLOCK_ROWS, LINE, STRIP, uses_pairs
 from tilewise.backends.cpu.loops import EMPTY, FULL, JIT, Loops, build_loops, call_fold, f32, kernel
 from tilewise.backends.cpu.micro import ROW, Micro, load_f32, load_i32, load_i64, store_f32, store_i64, take
 from tilewise.backends.cpu.pair_forward import build_pair_attend
@@ -139,9 +139,10 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops) -> Any:
             drop(a, w, seg, s, j, keys, strips)
         dim_v, v_row = load_i64(a, P.head_dim_v), load_i64(a, P.v_n)
         at = v + j * v_row
-        if half:
-            widen(at, v_row, keys, dim_v, spare)
-            at, v_row = spare, dim_v * 4
+        if load_i64(a, P.copied):
+            v_bytes = dim_v * 4 + LINE
+            widen(at, v_row, keys, dim_v, spare, v_bytes)
+            at, v_row = spare, v_bytes
         weighted(at, v_row, s, keys, acc, w + LANES.alpha, dim_v, strips)
 
     @njit(**JIT)
@@ -177,7 +178,7 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops) -> Any:
             if kind != EMPTY:
                 at, row = k + j * k_row, k_row
                 if half:
-                    widen(at, row, n, dim, spare)
+                    widen(at, row, n, dim, spare, dim * 4)
                     at, row = spare, dim * 4
                 fill(w + LANES.top, used, f32(-math.inf))
                 scores(at, row, qt, dim, s, w + LANES.top, n, strips)

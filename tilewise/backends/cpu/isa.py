@@ -18,6 +18,10 @@ STRIP = 16
 BLOCK_ROWS = 64
 """Rows of q in one block: the lane stride of every score tile."""
 
+LINE = 64
+"""Bytes of a line of the cache: copies of rows end with one that is not used, since rows whose sizes are powers of
+two would all fall into a few of the cache's sets."""
+
 
 class Isa(NamedTuple):
     """A target. lanes: float32 per vector. tall: rows of the widest microkernel, over `wide` lanes at once.

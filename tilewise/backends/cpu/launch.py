@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tilewise.backends.cpu import fold, machine_code, pair_launch, pool
-from tilewise.backends.cpu.isa import BLOCK_ROWS, Isa, detect, uses_pairs
+from tilewise.backends.cpu.isa import BLOCK_ROWS, LINE, Isa, detect, uses_pairs
 from tilewise.backends.cpu.parameters import LANES, SEGMENT, P
 from tilewise.backends.cpu.print_interval import needs_table
 from tilewise.backends.cpu.slots import Slots, describe, fill, float_bits
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
     from tilewise.problem import Inputs, Problem
 
-KEY_BLOCK = 192
-"""Keys of a forward block; 96 to 384 are within 5 % (measured)."""
+KEY_BLOCK = 96
+"""Keys of a forward block; 64 to 192 are within 5 % (measured). Few, so that neither v nor the weights of one strip
+overflow a set of the first-level cache."""
 FEWEST_TASKS = 16
 SHORTEST_SPLIT = 512
 """A call with fewer than FEWEST_TASKS blocks of rows splits the keys, no finer than SHORTEST_SPLIT."""
@@ -39,6 +40,9 @@ DECODE_ROWS = 16
 DECODE_BLOCK = 64
 DECODE_TASKS = 64
 """Wanted tasks of decode: reading is shared by more cores than this needs, and parts are merged at little cost."""
+WAYS = {"amx": "the tile registers of AMX", "dot": "dot products of pairs", "plain": "arithmetic on the halves"}
+FAR = 1024
+"""Bytes between rows from which copying them pays: 7 % at a head size of 128 of eight heads (measured with AVX2)."""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -95,11 +99,27 @@ def packs(problem: Problem) -> bool:
     return problem.group > 1 and problem.options.layout == "dense" and 0 < rows < BLOCK_ROWS
 
 
+def decode_rows(problem: Problem) -> int:
+    """Rows of a sequence up to which lanes over the head serve them better than lanes over the rows; -1: never."""
+    s = problem.shape
+    return DECODE_ROWS // max(problem.group, 1) if min(s.head_dim, s.head_dim_v) >= detect().lanes else -1
+
+
 def decodes(problem: Problem, piece: Piece) -> bool:
-    """Whether a sequence's rows are so few that lanes over the head serve them better than lanes over the rows."""
-    s, lanes = problem.shape, detect().lanes
-    few = piece.rows * problem.group <= DECODE_ROWS and piece.keys >= DECODE_BLOCK
-    return few and min(s.head_dim, s.head_dim_v) >= lanes
+    """Whether a sequence is one for `decode_kernel`."""
+    return piece.rows <= decode_rows(problem) and piece.keys >= DECODE_BLOCK
+
+
+def covered(problem: Problem, found: list[Piece]) -> bool:
+    """Whether the sequences, one after another, take every row and every key of the call."""
+    if problem.options.layout == "dense":
+        return True
+    s, row, key = problem.shape, 0, 0
+    for piece in found:
+        if piece.row0 != row or piece.key0 != key:
+            return False
+        row, key = row + piece.rows, key + piece.keys
+    return row == s.seqlen_q and key == s.seqlen_k
 
 
 def splits_of(problem: Problem, piece: Piece, decode: bool = False) -> tuple[int, int]:
@@ -123,13 +143,13 @@ def key_block(problem: Problem, decode: bool) -> int:
     return pair_launch.KEY_BLOCK if uses_pairs(detect(), NAMES.get(problem.dtype, "")) else KEY_BLOCK
 
 
-def scratch_bytes(problem: Problem, key_block: int = KEY_BLOCK) -> int:
+def scratch_bytes(problem: Problem) -> int:
     """Bytes of one thread's forward scratch."""
-    s = problem.shape
+    s, block = problem.shape, max(key_block(problem, False), DECODE_BLOCK)
     pairs = uses_pairs(detect(), NAMES.get(problem.dtype, ""))
-    least = pair_launch.forward_scratch(problem, key_block) if pairs else 0
-    tiles = (s.head_dim + s.head_dim_v + key_block) * BLOCK_ROWS
-    wide = 0 if problem.dtype == torch.float32 else key_block * max(s.head_dim, s.head_dim_v)
+    least = pair_launch.forward_scratch(problem, block) if pairs else 0
+    tiles = (s.head_dim + s.head_dim_v + block) * BLOCK_ROWS
+    wide = block * (max(s.head_dim, s.head_dim_v) + LINE // 4)
     return max(least, LANES.tile + 4 * (tiles + wide) + 256)
 
 
@@ -209,12 +229,20 @@ def kernel(isa: Isa, name: str, dtype: str) -> int:
     return machine_code.load(isa, f"{name} {dtype}", (machine_code.ENTRY,), make)[machine_code.ENTRY]
 
 
+def copies(problem: Problem, inputs: Inputs) -> bool:
+    """Whether a block's rows are copied before products that read one number of each row in turn: to be widened, or
+    because rows that far apart lie in a few sets of the cache."""
+    rows = [strides_of(problem, t)[2] * t.element_size() for t in (inputs.k, inputs.v)]
+    return problem.dtype != torch.float32 or any(row >= FAR and row % (4 * LINE) == 0 for row in rows)
+
+
 def common(block: Block, problem: Problem, inputs: Inputs) -> None:
     """What both passes read: inputs, sizes, scale, sink, dropout."""
     s = problem.shape
     for slot, t in ((P.q, inputs.q), (P.k, inputs.k), (P.v, inputs.v)):
         t = readable(t)
         block.tensor(slot, t, strides_of(problem, t))
+    block.set(P.copied, int(copies(problem, inputs)))
     block.set(P.heads, s.num_heads_q)
     block.set(P.heads_kv, s.num_heads_kv)
     block.set(P.group, max(problem.group, 1))
@@ -304,8 +332,14 @@ def plan(problem: Problem) -> Schedule:
     workspace = pool.num_threads() * scratch_bytes(problem)
     if splits > 1:
         workspace += 4 * splits * s.batch * s.num_heads_q * s.seqlen_q * (s.head_dim_v + 1)
+    processor = f"{isa.cpu}: {isa.lanes} float32 per vector"
+    if uses_pairs(isa, NAMES.get(problem.dtype, "")) and not decode:
+        processor += f", bf16 by {WAYS[isa.pairs]}"
+        groups = -(-s.seqlen_k // pair_launch.GROUP) * max(s.batch, 1)
+        blocks = -(-s.seqlen_q * (problem.group if packs(problem) else 1) // BLOCK_ROWS)
+        workspace += pair_launch.turned_bytes(problem, packs(problem), groups, blocks)
     notes = (
-        f"{isa.cpu}: {isa.lanes} float32 per vector",
+        processor,
         f"threads: {pool.pool_name()}",
         "a call whose result is not finite is done again by blockwise, and so is the backward of a large shared leaf",
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from tilewise.backends.cpu import fold, fold_slopes, pair_launch, pool
-from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP, detect, uses_pairs
+from tilewise.backends.cpu.isa import BLOCK_ROWS, LINE, STRIP, detect, uses_pairs
 from tilewise.backends.cpu.launch import (
     FEWEST_TASKS,
     NAMES,
@@ -17,6 +18,7 @@ from tilewise.backends.cpu.launch import (
     Piece,
     class_tables,
     common,
+    covered,
     kernel,
     link_spec,
     packs,
@@ -56,7 +58,7 @@ def scratch_bytes(problem: Problem) -> int:
     s = problem.shape
     padded, padded_v = (-(-d // STRIP) * STRIP for d in (s.head_dim, s.head_dim_v))
     rows = BLOCK_ROWS * (s.head_dim + 2 * s.head_dim_v + padded + padded_v + 2 * KEY_BLOCK)
-    wide = 0 if problem.dtype == torch.float32 else KEY_BLOCK * (s.head_dim + s.head_dim_v)
+    wide = KEY_BLOCK * (s.head_dim + s.head_dim_v + LINE // 2)
     plain = LANES.tile + 4 * (rows + wide + SUPERBLOCK * (padded + padded_v)) + 256
     if not uses_pairs(detect(), NAMES.get(problem.dtype, "")):
         return plain
@@ -73,6 +75,11 @@ def workspace_bytes(problem: Problem) -> int:
     """Bytes beyond inputs and outputs: scratch of the threads, dq of each split in float32 (a dense call's rows)."""
     s, packed = problem.shape, packs(problem)
     dense = problem.options.layout == "dense"
+    if problem.options.partial and problem.dtype != torch.float32:
+        numbers = s.seqlen_q * s.num_heads_q * s.head_dim + s.seqlen_k * s.num_heads_kv * (s.head_dim + s.head_dim_v)
+        # q, k, v and their gradients in float32: see `backward_wide`.
+        copies = 8 * numbers * (s.batch if dense else 1)
+        return copies + workspace_bytes(replace(problem, dtype=torch.float32))
     splits = splits_of(problem, Piece(0, s.seqlen_q, 0, s.seqlen_k, 0, 0, 0, 0))[0]
     rows = s.seqlen_q * (problem.group if packed else 1)
     units = (s.num_heads_kv if packed else s.num_heads_q) * (s.batch if dense else 1)
@@ -194,7 +201,7 @@ def backward(
         return None
     sink_rows = _link_rows(block, problem, inputs, saved, grads)
     made = [torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in (inputs.q, inputs.k, inputs.v)]
-    if problem.options.layout == "varlen" or not found:
+    if not found or not covered(problem, found):
         made = [t.zero_() for t in made]
     for slot, t in zip((P.dq, P.dk, P.dv), made, strict=True):
         block.tensor(slot, t, strides_of(problem, t))
@@ -226,6 +233,28 @@ def backward(
     if block.values[P.flag] or not all(t is None or bool(torch.isfinite(t).all()) for t in (*leaves, sink)):
         return None
     return Gradients(made[0], made[1], made[2], leaves, sink)
+
+
+def backward_wide(
+    problem: Problem,
+    inputs: Inputs,
+    saved: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor | None],
+    needs: Needs,
+    slots: Slots,
+) -> Gradients | None:
+    """`backward` in float32 on copies of q, k and v, its gradients in their types."""
+    q, k, v = (t.float() for t in (inputs.q, inputs.k, inputs.v))
+    found = backward(
+        replace(problem, dtype=torch.float32), replace(inputs, q=q, k=k, v=v),
+        (saved[0].float(), saved[1]), (grads[0].float(), grads[1]), needs, slots,
+    )  # fmt: skip
+    if found is None:
+        return None
+    dq, dk, dv = (t.to(problem.dtype) for t in (found.dq, found.dk, found.dv))  # type: ignore[union-attr]
+    if not all(bool(torch.isfinite(t).all()) for t in (dq, dk, dv)):
+        return None
+    return replace(found, dq=dq, dk=dk, dv=dv)
 
 
 def _link_rows(

@@ -153,9 +153,9 @@ def build_loops(isa: Isa, micro: Micro) -> Loops:
             store_f32(base, n, value)
 
     @njit(**JIT)
-    def widen(source, row_bytes, rows, dim, to):
+    def widen(source, row_bytes, rows, dim, to, to_bytes):
         for r in range(rows):
-            at, row = source + r * row_bytes, to + r * dim * 4
+            at, row = source + r * row_bytes, to + r * to_bytes
             d = 0
             while d + lanes <= dim:
                 widen_vector(at + d * size, row + d * 4)

@@ -22,7 +22,7 @@ P = _slots(
     "do do_b do_h do_n dq dq_b dq_h dq_n dk dk_b dk_h dk_n dv dv_b dv_h dv_n dlse dlse_b dlse_h "
     "sink_rows sink_rows_b sink_rows_h "
     "exact heads heads_kv group head_dim head_dim_v packed wide_out total_rows key_block superblock "
-    "part_out part_lse part_dq dq_rows turned_v leaf_parts leaf_part_bytes "
+    "part_out part_lse part_dq dq_rows turned_v copied leaf_parts leaf_part_bytes "
     "scale sink "
     "dropout threshold factor seed_low seed_high h_offset b_offset "
     "classify fold_full fold_partial slopes_full slopes_partial spec",

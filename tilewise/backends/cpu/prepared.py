@@ -52,12 +52,13 @@ class _Block(launch.Block):
 
 
 def launches_of(
-    problem: Problem, inputs: Inputs, results: tuple[Tensor, Tensor], slots: Slots
+    problem: Problem, inputs: Inputs, results: tuple[Tensor, Tensor], slots: Slots, found: list[launch.Piece]
 ) -> list[Forward]:
     """The launches of a call: sequences of few rows by `decode_kernel`, the others by `forward_kernel`."""
-    few, many = [], []
-    for piece in launch.pieces(problem, inputs):
-        (few if launch.decodes(problem, piece) else many).append(piece)
+    few, many, most = [], [], launch.decode_rows(problem)
+    for piece in found:
+        short = piece.rows <= most and piece.keys >= launch.DECODE_BLOCK
+        (few if short else many).append(piece)
     parts = ((few, True), (many, False))
     return [Forward(problem, inputs, results, slots, part, decode) for part, decode in parts if part]
 
