@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from tilewise.problem import Problem
 
 
+UNPIPELINED = 32
+"""Rows of a product whose tiles are not loaded ahead: from 64 rows on Triton 3.6 takes Hopper's warp group
+instructions, and gives wrong results or faults for some widths where loads are not pipelined (measured on an H200)."""
+
+
 class BackwardTiles(NamedTuple):
     """A choice for each kernel; careful: those of the second look."""
 
@@ -51,15 +56,13 @@ def choose_backward(problem: Problem, machine: Machine) -> BackwardTiles:
     swizzle = tuning.lookup(machine.name, "triton.swizzle", key)
     keys = Tiles(*found_keys) if found_keys else _shorten(problem, keys)
     rows = Tiles(*found_rows) if found_rows else _shorten(problem, rows)
-    small = 16 if problem.dtype == torch.float32 and widest > 128 else 32 if widest > 128 else 64
-    if problem.dtype == torch.float32:
-        small = min(small, 32)
+    small = 16 if problem.dtype == torch.float32 and widest > 128 else UNPIPELINED
     return BackwardTiles(
         fit_keys(keys, d, dv, problem.dtype.itemsize, machine),
         fit_rows(rows, d, dv, problem.dtype.itemsize, machine),
         fit_rows(Tiles(small, small, 4, 1), d, dv, problem.dtype.itemsize, machine),
         fit_keys(
-            Tiles(small, small, 8 if small == 64 or widest > 256 else 4, 1),
+            Tiles(small, small, 8 if widest > 256 else 4, 1),
             d,
             dv,
             problem.dtype.itemsize,
@@ -141,3 +144,12 @@ def _fit(tiles: Tiles, size, most: int) -> Tiles:
         else:
             break
     return tiles
+
+
+def narrow(tiles: BackwardTiles) -> BackwardTiles:
+    """The same for rows of which no 16 bytes can be loaded at once, so that nothing is loaded ahead."""
+    keys, rows = tiles.keys, tiles.rows
+    return tiles._replace(
+        keys=keys._replace(block_n=min(keys.block_n, UNPIPELINED), stages=1),
+        rows=rows._replace(block_m=min(rows.block_m, UNPIPELINED), stages=1),
+    )

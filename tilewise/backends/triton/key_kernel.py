@@ -105,8 +105,8 @@ def absorb_rows(
 
 
 @triton.jit
-def key_program(
-    q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dk_ptr, dv_ptr, sums_ptr, seed_ptr,
+def key_tile(
+    number, q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dk_ptr, dv_ptr, sums_ptr, seed_ptr,
     q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, q_desc, do_desc, m_desc, delta_desc,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dk_b, dk_h, dk_n, dv_b, dv_h,
     dv_n, batch, heads, group, seqlen_q, seqlen_k, key_tiles, swizzle, q_offset, k_offset, h_offset, b_offset,
@@ -116,13 +116,13 @@ def key_program(
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
     UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """One program: see the header. Strides of q, k, v and do are in units of STEP elements."""
+    """One tile of the grid. Strides of q, k, v and do are in units of STEP elements."""
     # ---- which keys ----
     heads_kv = heads // group
     units = heads_kv if VARLEN else batch * heads_kv
     per = key_tiles * swizzle
-    section = tl.program_id(0) // per
-    inner = tl.program_id(0) - section * per
+    section = number // per
+    inner = number - section * per
     width = tl.minimum(units - section * swizzle, swizzle)
     tile = inner // width
     unit = section * swizzle + inner % width
@@ -237,6 +237,7 @@ def key_program(
     if not CAREFUL:
         wrong = tl.max(tl.max((dk != dk).to(tl.int32), 1), 0) + tl.max(tl.max((dv != dv).to(tl.int32), 1), 0)
         if wrong > 0:
+            tl.store(marks_ptr + batch * heads, 1)
             for member in range(0, group):
                 tl.store(marks_ptr + b * heads + g * group + member, 1)
     d, d_v = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
@@ -252,3 +253,39 @@ def key_program(
     tl.store(
         dv_rows + d_v[None, :], dv.to(dv_ptr.dtype.element_ty), mask=own[:, None] & (d_v < size_dv)[None, :]
     )
+
+
+@triton.jit
+def key_program(
+    q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dk_ptr, dv_ptr, sums_ptr, seed_ptr,
+    q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, q_desc, do_desc, m_desc, delta_desc,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dk_b, dk_h, dk_n, dv_b, dv_h,
+    dv_n, batch, heads, group, seqlen_q, seqlen_k, key_tiles, swizzle, q_offset, k_offset, h_offset, b_offset,
+    size_d, size_dv, threshold, scale, drop_factor, data, derive, keep, classify, classify_coarse,
+    HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
+    LAST: tl.constexpr, SITES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile of the grid; of the second look, a share of all tiles, if any head is marked."""
+    if CAREFUL:
+        units = heads // group if VARLEN else batch * (heads // group)
+        total = tl.where(tl.load(marks_ptr + batch * heads) > 0, units * key_tiles, 0)
+        for number in range(tl.program_id(0), total, tl.num_programs(0)):
+            key_tile(
+                number, q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dk_ptr, dv_ptr, sums_ptr,
+                seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, q_desc, do_desc,
+                m_desc, delta_desc, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
+                dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, batch, heads, group, seqlen_q, seqlen_k, key_tiles, swizzle,
+                q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor, data,
+                derive, keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, DROPOUT, VARLEN, LAST, SITES, BLOCK_M,
+                BLOCK_N, STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL)  # fmt: skip
+    else:
+        key_tile(
+            tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dk_ptr, dv_ptr,
+            sums_ptr, seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, q_desc,
+            do_desc, m_desc, delta_desc, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n,
+            g_d, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, batch, heads, group, seqlen_q, seqlen_k, key_tiles, swizzle,
+            q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor, data, derive,
+            keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, DROPOUT, VARLEN, LAST, SITES, BLOCK_M, BLOCK_N,
+            STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL)  # fmt: skip

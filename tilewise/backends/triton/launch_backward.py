@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tilewise.backends.protocol import Gradients, Needs
-from tilewise.backends.triton.backward_tiles import BackwardTiles, choose_backward
+from tilewise.backends.triton.backward_entries import KEYS, PREPARE, ROWS, site_entry
+from tilewise.backends.triton.backward_tiles import BackwardTiles, choose_backward, narrow
 from tilewise.backends.triton.compile import Build, types_of
 from tilewise.backends.triton.launch import (
     dropout_numbers,
@@ -20,82 +21,27 @@ from tilewise.backends.triton.launch import (
     tables,
 )
 from tilewise.backends.triton.layout import Slots, fill
-from tilewise.backends.triton.leaf_sums import Places, Sites, sort_sites
+from tilewise.backends.triton.leaf_gradients import LeafGradients
+from tilewise.backends.triton.leaf_sums import Sites, sort_sites
 from tilewise.backends.triton.machine import machine_of
-from tilewise.backends.triton.source import Entry, argument_types, derivative_roots
-from tilewise.backends.triton.tiles import Tiles, padded
+from tilewise.backends.triton.source import argument_types, derivative_roots
+from tilewise.backends.triton.tiles import padded
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tilewise.backends.triton.source import Entry
+    from tilewise.backends.triton.tiles import Tiles
     from tilewise.problem import Inputs, Problem
 
-_PLACES = ("seed_ptr", "q_offset_ptr", "k_offset_ptr", "cu_q_ptr", "cu_k_ptr", "used_q_ptr", "used_k_ptr")
-_STRIDES = tuple(f"{t}_{x}:i64" for t in ("q", "k", "v", "g") for x in ("b", "h", "n", "d"))
-_SIZES = ("batch", "heads", "group", "seqlen_q", "seqlen_k")
-_OFFSETS = ("q_offset", "k_offset", "h_offset", "b_offset", "size_d", "size_dv", "threshold:u32")
-_FACTORS = ("scale:fp32", "drop_factor:fp32")
-_SHAPE = ("D_PAD", "DV_PAD", "EVEN", "EVEN_V", "STEP", "UNIT", "PRECISION")
-_ROWS = ("m_ptr", "low_ptr", "delta_ptr")
-_FOLDS = ("derive", "keep", "classify", "classify_coarse")
-
-PREPARE = Entry(
-    "prepare", "tilewise.backends.triton.prepare_kernel", "prepare_program",
-    (
-        "q_ptr", "k_ptr", "v_ptr", "out_ptr", "do_ptr", "lse_ptr", "dlse_ptr", "sink_ptr", *_ROWS, "marks_ptr",
-        *_PLACES, *_STRIDES, "o_b:i64", "o_h:i64", "o_n:i64", "o_d:i64", "l_b:i64", "l_h:i64", "l_n:i64",
-        "dl_b:i64", "dl_h:i64", "dl_n:i64", *_SIZES, "row_tiles", *_OFFSETS, "few", *_FACTORS, "limit:fp32",
-    ),
-    _FOLDS[:3],
-    ("EXACT", "HAS_MASK", "HAS_TERMS", "DROPOUT", "VARLEN", "LAST", "BLOCK_M", "BLOCK_N", *_SHAPE),
-)  # fmt: skip
-KEYS = Entry(
-    "key_gradients", "tilewise.backends.triton.key_kernel", "key_program",
-    (
-        "q_ptr", "k_ptr", "v_ptr", "do_ptr", *_ROWS, "marks_ptr", "dk_ptr", "dv_ptr", "sums_ptr", *_PLACES,
-        "q_desc", "do_desc", "m_desc", "delta_desc", *_STRIDES,
-        "dk_b:i64", "dk_h:i64", "dk_n:i64", "dv_b:i64", "dv_h:i64", "dv_n:i64", *_SIZES, "key_tiles", "swizzle",
-        *_OFFSETS, *_FACTORS,
-    ),
-    _FOLDS,
-    (
-        "HAS_MASK", "HAS_TERMS", "DROPOUT", "VARLEN", "LAST", "SITES", "BLOCK_M", "BLOCK_N", "STAGES", *_SHAPE,
-        "TMA", "CAREFUL",
-    ),
-)  # fmt: skip
-ROWS = Entry(
-    "row_gradients", "tilewise.backends.triton.row_kernel", "row_program",
-    (
-        "q_ptr", "k_ptr", "v_ptr", "do_ptr", *_ROWS, "marks_ptr", "dq_ptr", "sums_ptr", "pair_ptr", *_PLACES,
-        "k_desc", "v_desc", *_STRIDES, "dq_b:i64", "dq_h:i64", "dq_n:i64", "pair_b:i64", "pair_h:i64", "pair_i:i64",
-        "pair_j:i64", *_SIZES, "row_tiles", "swizzle", *_OFFSETS, *_FACTORS,
-    ),
-    _FOLDS,
-    (
-        "HAS_MASK", "HAS_TERMS", "DROPOUT", "VARLEN", "LAST", "SITES", "PAIR", "PAIR_STEP", "BLOCK_M", "BLOCK_N",
-        "STAGES", *_SHAPE, "TMA", "CAREFUL",
-    ),
-)  # fmt: skip
 TMA_WORK = 2.0e10
 """Operations from which descriptors are worth their host time; the forward's number."""
+FEWEST_AHEAD = 32
+"""Rows of a tile that comes by a descriptor, at least: 16 fault in Triton 3.6 (measured on an H200)."""
 FEW_KEYS = 64
 """So few keys that a row may see one only, whose slope must be 0 to the last bit."""
 LARGE = {torch.float32: 8.0, torch.float16: 256.0, torch.bfloat16: 1024.0}
 """|lse| beyond which its rounding (2^-24 of it, in every weight of the row) is felt beside the type's own."""
-
-
-def site_entry(site: int) -> Entry:
-    """The kernel of one load site."""
-    return Entry(
-        f"site{site}_gradient", "tilewise.backends.triton.site_kernel", "site_program",
-        (
-            "q_ptr", "k_ptr", "v_ptr", "do_ptr", *_ROWS, "target_ptr", *_PLACES, *_STRIDES,
-            "t0:i64", "t1:i64", "t2:i64", "t3:i64", *_SIZES, "row_tiles", "key_tiles", "leaf_batch", "leaf_heads",
-            *_OFFSETS, *_FACTORS,
-        ),
-        (*_FOLDS[:3], f"site{site}_indices"),
-        ("MODE", "SITE", "HAS_MASK", "DROPOUT", "VARLEN", "LAST", "BLOCK_M", "BLOCK_N", *_SHAPE),
-    )  # fmt: skip
 
 
 def descriptor(problem: Problem, t: Tensor, rows: int, width: int) -> Any:
@@ -146,6 +92,8 @@ class Call:
         self.tiles: BackwardTiles = _tiles(problem, machine_of(self.device))
         self.varlen = problem.options.layout == "varlen"
         self.layout = layout_of(problem, (inputs.q, inputs.k, inputs.v, self.do, self.out))
+        if self.layout.step == 1 or not self.layout.unit or self.do.dtype != problem.dtype:
+            self.tiles = narrow(self.tiles)
         s = problem.shape
         self.d, self.dv = padded(s.head_dim), padded(s.head_dim_v)
         threshold, factor = dropout_numbers(problem, inputs.dropout)
@@ -175,7 +123,8 @@ class Call:
             self.low.zero_()
             self.delta.zero_()
         self.tma = self._wants_tma()
-        self.marks = inputs.q.new_zeros((max(s.batch, 1) * s.num_heads_q,), dtype=torch.int32)
+        # One per batch entry and head, and one for all of them.
+        self.marks = inputs.q.new_zeros((max(s.batch, 1) * s.num_heads_q + 1,), dtype=torch.int32)
 
     def _floats(self, n: int) -> Tensor:
         return self.inputs.q.new_empty((n,), dtype=torch.float32)
@@ -235,6 +184,10 @@ class Call:
         run = kernel_launcher(self.problem, self.slots, entry, build, self.device, (entry,))
         run(grid, values)
 
+    def grid(self, tiles: int, careful: bool) -> int:
+        """Programs of a launch; the second look, which is usually for nothing, has a few that share the tiles."""
+        return min(tiles, 4 * machine_of(self.device).sms) if careful else tiles
+
     # ---- the kernels ---------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
@@ -265,14 +218,22 @@ class Call:
         units = s.num_heads_kv * (1 if self.varlen else s.batch)
         for careful, tiles in ((False, self.tiles.keys), (True, self.tiles.careful)):
             key_tiles = self.blocks(tiles.block_n, False)
-            tma = self.tma and not careful
+            tma = self.tma and not careful and tiles.block_m >= FEWEST_AHEAD
             found = self.row_descriptors(tiles.block_m) if tma else (None,) * 4
             values = (
                 *self.tensors, *self.rows, self.marks, dk, dv, sums, *self.places, *found, *self.strides,
                 *four_strides(self.problem, dk)[:3], *four_strides(self.problem, dv)[:3], *self.sizes, key_tiles,
                 self.tiles.swizzle, *self.offsets, *self.factors,
             )  # fmt: skip
-            self.launch(KEYS, tiles, units * key_tiles, values, SITES=sites, TMA=tma, CAREFUL=careful)
+            self.launch(
+                KEYS,
+                tiles,
+                self.grid(units * key_tiles, careful),
+                values,
+                SITES=sites,
+                TMA=tma,
+                CAREFUL=careful,
+            )
         return dk, dv, sums
 
     def row_gradients(
@@ -285,7 +246,7 @@ class Call:
         strides, step = ((0, 0, 0, 0), 1) if target is None else self.pair_strides(pair, target)
         for careful, tiles in ((False, self.tiles.rows), (True, self.tiles.careful)):
             row_tiles = self.blocks(tiles.block_m, True)
-            tma = self.tma and not careful
+            tma = self.tma and not careful and tiles.block_n >= FEWEST_AHEAD
             found = self.key_descriptors(tiles.block_n) if tma else (None, None)
             values = (
                 *self.tensors, *self.rows, self.marks, dq, sums, dq if target is None else target, *self.places, *found,
@@ -293,7 +254,7 @@ class Call:
                 self.tiles.swizzle, *self.offsets, *self.factors,
             )  # fmt: skip
             constants = {"SITES": sites, "PAIR": pair, "PAIR_STEP": step, "TMA": tma, "CAREFUL": careful}
-            self.launch(ROWS, tiles, units * row_tiles, values, **constants)
+            self.launch(ROWS, tiles, self.grid(units * row_tiles, careful), values, **constants)
         return dq, sums
 
     def site_gradient(self, site: int, mode: str, target: Tensor, strides: tuple[int, ...]) -> None:
@@ -394,7 +355,7 @@ def backward(
         else Sites((), (), -1, (), (), ())
     )
     call.prepare()
-    leaves = _LeafGradients(call, sites, needs)
+    leaves = LeafGradients(call, sites, needs)
     dq = dk = dv = None
     if needs.k or needs.v or sites.columns:
         dk, dv, sums = call.key_gradients(sites.columns)
@@ -431,74 +392,3 @@ def _sink_gradient(call: Call) -> Tensor:
     log2e = math.log2(math.e)
     ds = torch.where(logit == -math.inf, 0.0, -torch.exp2((logit - m) * log2e - low) * delta)
     return ds.sum((0, 2)).to(sink.dtype)  # type: ignore[union-attr]
-
-
-class _LeafGradients:
-    """Sums of the sites, gathered into the gradients of their leaves."""
-
-    def __init__(self, call: Call, sites: Sites, needs: Needs) -> None:
-        self.call, self.sites = call, sites
-        self.nodes = derivative_roots(call.problem.spec)[1]
-        self.places = Places(call.problem, call.inputs)
-        leaves = call.inputs.leaves
-        self.pair_slot = int(self.nodes[sites.pair].value) if sites.pair >= 0 else -1  # type: ignore[arg-type]
-        self.pair_target = torch.zeros_like(leaves[self.pair_slot]) if sites.pair >= 0 else None
-        self.totals: list[Tensor | None] = [
-            torch.zeros(leaf.shape, dtype=torch.float32, device=leaf.device)
-            if need and n != self.pair_slot
-            else None
-            for n, (leaf, need) in enumerate(zip(leaves, needs.leaves, strict=True))
-        ]
-        self.types = [leaf.dtype for leaf in leaves]
-
-    def _total(self, site: int) -> Tensor:
-        found = self.totals[int(self.nodes[site].value)]  # type: ignore[arg-type]
-        assert found is not None  # every sorted site belongs to a wanted leaf
-        return found
-
-    def add_tokens(self, sites: tuple[int, ...], sums: Tensor, rows: bool) -> None:
-        """Row or column sums (sites, B, H, tokens)."""
-        if sites:
-            variables = self.places.tokens(rows)
-            for n, site in enumerate(sites):
-                self.places.add(self.nodes[site], sums[n].unsqueeze(-1), self._total(site), variables)
-
-    def add_others(self) -> None:
-        """The sites that have kernels of their own."""
-        call, s = self.call, self.call.problem.shape
-        for site in self.sites.scatters:
-            total = self._total(site)
-            strides = (*total.stride(), 0, 0, 0, 0)[:4]
-            call.site_gradient(site, "scatter", total, strides)
-        for site in self.sites.pairs:
-            total = self._total(site)
-            names = [str(a.value) for a in self.nodes[site].args]
-            order = [names.index(n) for n in ("b", "h", "i", "j") if n in names]
-            view = total.permute(order)
-            for axis, name in enumerate(("b", "h", "i", "j")):
-                if name not in names:
-                    view = view.unsqueeze(axis)
-            part = torch.zeros_like(view)
-            call.site_gradient(site, "pairs", part, part.stride())
-            view += part
-        for site in self.sites.diagonals:
-            size = call.tiles.prepare.block_m
-            row_tiles, key_tiles = -(-s.seqlen_q // size), -(-s.seqlen_k // size)
-            lines = row_tiles + key_tiles - 1
-            parts = call.inputs.q.new_empty((s.batch, s.num_heads_q, lines, 2, size), dtype=torch.float32)
-            call.site_gradient(site, "diagonal", parts, (0, 0, 0, 0))
-            # Diagonals below a tile's own are those at or above the own of the tile before.
-            sums = torch.zeros(
-                (s.batch, s.num_heads_q, lines + 1, size), dtype=torch.float32, device=parts.device
-            )
-            sums[:, :, 1:] += parts[:, :, :, 0]
-            sums[:, :, :-1] += parts[:, :, :, 1]
-            variables = self.places.diagonals(-row_tiles * size, (lines + 1) * size)
-            self.places.add(self.nodes[site], sums.flatten(2).unsqueeze(-1), self._total(site), variables)
-
-    def finish(self) -> tuple[Tensor | None, ...]:
-        """Gradients in the leaves' types."""
-        found = [None if t is None else t.to(dtype) for t, dtype in zip(self.totals, self.types, strict=True)]
-        if self.pair_target is not None:
-            found[self.pair_slot] = self.pair_target
-        return tuple(found)

@@ -131,6 +131,7 @@ def prepare_program(
         delta = tl.where(fresh, total / tl.where(fresh, l, 1.0), delta)
         if exact > 0:
             tl.store(marks_ptr + b * heads + h, 1)
+            tl.store(marks_ptr + batch * heads, 1)
     line = (b_wide * heads + h) * seqlen_q + row0 + rows
     tl.store(m_ptr + line, tl.where(alive, m, INF), mask=own)
     tl.store(low_ptr + line, low, mask=own)

@@ -88,8 +88,8 @@ def absorb_keys(
 
 
 @triton.jit
-def row_program(
-    q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dq_ptr, sums_ptr, pair_ptr, seed_ptr,
+def row_tile(
+    number, q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dq_ptr, sums_ptr, pair_ptr, seed_ptr,
     q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, k_desc, v_desc, q_b, q_h, q_n, q_d, k_b,
     k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h, dq_n, pair_b, pair_h, pair_i, pair_j, batch,
     heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, q_offset, k_offset, h_offset, b_offset, size_d, size_dv,
@@ -99,12 +99,12 @@ def row_program(
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
     UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """One program: see the header. Strides of q, k, v and do are in units of STEP elements."""
+    """One tile of the grid. Strides of q, k, v and do are in units of STEP elements."""
     # ---- which rows ----
     units = heads if VARLEN else batch * heads
     per = row_tiles * swizzle
-    section = tl.program_id(0) // per
-    inner = tl.program_id(0) - section * per
+    section = number // per
+    inner = number - section * per
     width = tl.minimum(units - section * swizzle, swizzle)
     tile = row_tiles - 1 - inner // width
     unit = section * swizzle + inner % width
@@ -211,6 +211,7 @@ def row_program(
     if not CAREFUL:
         if tl.max(tl.max((dq != dq).to(tl.int32), 1), 0) > 0:
             tl.store(marks_ptr + b * heads + h, 1)
+            tl.store(marks_ptr + batch * heads, 1)
     store_sums(sums_ptr, sums, batch * heads * seqlen_q, line, own, SITES)
     d = tl.arange(0, D_PAD)
     dq_rows = dq_ptr + b_wide * dq_b + h_wide * dq_h + (row0 + rows).to(tl.int64)[:, None] * dq_n
@@ -219,3 +220,40 @@ def row_program(
         (dq * scale).to(dq_ptr.dtype.element_ty),
         mask=own[:, None] & (d < size_d)[None, :],
     )
+
+
+@triton.jit
+def row_program(
+    q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dq_ptr, sums_ptr, pair_ptr, seed_ptr,
+    q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, k_desc, v_desc, q_b, q_h, q_n, q_d, k_b,
+    k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h, dq_n, pair_b, pair_h, pair_i, pair_j, batch,
+    heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, q_offset, k_offset, h_offset, b_offset, size_d, size_dv,
+    threshold, scale, drop_factor, data, derive, keep, classify, classify_coarse, HAS_MASK: tl.constexpr,
+    HAS_TERMS: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, LAST: tl.constexpr, SITES: tl.constexpr,
+    PAIR: tl.constexpr, PAIR_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile of the grid; of the second look, a share of all tiles, if any head is marked."""
+    if CAREFUL:
+        units = heads if VARLEN else batch * heads
+        total = tl.where(tl.load(marks_ptr + batch * heads) > 0, units * row_tiles, 0)
+        for number in range(tl.program_id(0), total, tl.num_programs(0)):
+            row_tile(
+                number, q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dq_ptr, sums_ptr,
+                pair_ptr, seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, k_desc,
+                v_desc, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h,
+                dq_n, pair_b, pair_h, pair_i, pair_j, batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle,
+                q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor, data,
+                derive, keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, DROPOUT, VARLEN, LAST, SITES, PAIR,
+                PAIR_STEP, BLOCK_M, BLOCK_N, STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA,
+                CAREFUL)  # fmt: skip
+    else:
+        row_tile(
+            tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dq_ptr, sums_ptr,
+            pair_ptr, seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, k_desc,
+            v_desc, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h,
+            dq_n, pair_b, pair_h, pair_i, pair_j, batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle,
+            q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor, data, derive,
+            keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, DROPOUT, VARLEN, LAST, SITES, PAIR, PAIR_STEP,
+            BLOCK_M, BLOCK_N, STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL)  # fmt: skip

@@ -1,0 +1,191 @@
+"""The Triton backend's backward: in the interpreter here, on the device where there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise import tuning
+
+pytest.importorskip("triton", reason="needs Triton")
+HERE = Path(__file__).parent
+CASES = (
+    "plain-bf16", "mask-streaming", "term-bias_full", "term-bias_head",
+    "term-relative_bucket", "term-custom_scatter", "term-alibi_batch", "order-four_terms_sink", "sink-nothing_visible",
+    "dropout-h_offset", "large_logits-fp32", "size-1x1-causal", "heads-9_3", "packed-holes-streaming", "packed-fp16",
+)  # fmt: skip
+FUNCTIONS = (
+    "hidden_values", "visible_values_spread", "one_visible_key", "large_scores", "part_of_the_keys",
+)  # fmt: skip
+
+
+def work(task: str, *names: str) -> dict[str, dict]:
+    """The worker's answers by name."""
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(HERE.parent),
+    }
+    command = [sys.executable, str(HERE / "triton_worker.py"), task, *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line["name"]: line for line in found}
+
+
+@pytest.fixture(scope="module")
+def interpreted_cases() -> dict[str, dict]:
+    return work("cases", *CASES)
+
+
+@pytest.fixture(scope="module")
+def interpreted_functions() -> dict[str, dict]:
+    return work("functions")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_within_budget(name: str, interpreted_cases: dict[str, dict]) -> None:
+    found = interpreted_cases[name]
+    assert found["worst"] <= 1, found["failed"]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_must_hold_exactly(name: str, interpreted_functions: dict[str, dict]) -> None:
+    assert interpreted_functions[name]["holds"], name
+
+
+# ---- who sums a leaf's gradient ----------------------------------------------------------------------------------
+
+
+def _problem(scores, layout: str = "dense"):
+    from tilewise.problem import Options, Problem, Shape
+    from tilewise.spec.attention import AttentionSpec, spec_text
+    from tilewise.spec.masks import Mask
+
+    spec = AttentionSpec.parse(spec_text(Mask(None), scores, False, False))
+    options = replace(Options(), layout=layout)
+    return Problem(spec, options, Shape(2, 4, 2, 24, 32, 16, 16), torch.float32, "cuda")
+
+
+def _gather(s, q, k, table):
+    return s + table[(q * 3 + k * 5) % 7]
+
+
+def _by_row(s, q, table):
+    return s + table[q % 7]
+
+
+KINDS = {
+    "alibi": (lambda: tw.alibi(torch.ones(4)), "row"),
+    "relative": (lambda: tw.relative(torch.ones(4, 9)), "diagonal"),
+    "bias": (lambda: tw.bias(torch.ones(2, 4, 24, 32)), "pair"),
+    "bias of heads": (lambda: tw.bias(torch.ones(1, 4, 24, 32)), "pairs"),
+    "bias of columns": (lambda: tw.bias(torch.ones(2, 1, 1, 32)), "column"),
+    "bias of rows": (lambda: tw.bias(torch.ones(2, 4, 24, 1)), "row"),
+    "a gather by rows": (lambda: tw.custom_score(_by_row, torch.ones(7)), "row"),
+    "any gather": (lambda: tw.custom_score(_gather, torch.ones(7)), "scatter"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_leaf_gradients_are_ordered_where_they_can_be(name: str) -> None:
+    from tilewise.backends.triton.leaf_sums import kind_of
+    from tilewise.backends.triton.source import derivative_roots
+
+    make, wanted = KINDS[name]
+    term = make()
+    problem = _problem((term,))
+    (site,) = derivative_roots(problem.spec)[1]
+    shape = tuple(term.term.leaves[int(site.value)].shape)
+    assert kind_of(problem, site, shape) == wanted
+
+
+# ---- tiles and tables --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [49152, 65536, 101376, 166912, 232448])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("d", [16, 64, 96, 128, 256, 512])
+def test_tiles_fit_the_shared_memory(shared: int, dtype: torch.dtype, d: int) -> None:
+    from tilewise.backends.triton.backward_tiles import choose_backward
+    from tilewise.backends.triton.machine import Machine
+    from tilewise.backends.triton.tiles import padded
+
+    problem = replace(_problem(()), dtype=dtype, shape=_problem(()).shape._replace(head_dim=d, head_dim_v=d))
+    found = choose_backward(problem, Machine("cuda", 80, shared, 100, "unknown"))
+    for own, other in ((found.keys.block_n, found.keys.block_m), (found.rows.block_m, found.rows.block_n)):
+        assert own >= 16 and other >= 16
+        # The smallest tiles there are, 16 x 16, are taken where nothing fits.
+        assert (own + other) * 2 * padded(d) * dtype.itemsize <= shared or own == other == 16
+
+
+def test_tables_of_tiles_are_whole() -> None:
+    for path in tuning.FOLDER.glob("*.json"):
+        table = json.loads(path.read_text())
+        assert path == tuning.table_path(table["device"])
+        assert {"when", "torch", "triton", "command"} <= set(table["measured"])
+        for kernel, entries in table["choices"].items():
+            for key, numbers in entries.items():
+                assert all(isinstance(n, int) and n > 0 for n in numbers), (kernel, key)
+                assert tuning.lookup(table["device"], kernel, key) == tuple(numbers)
+
+
+def test_a_device_without_a_table_has_no_entry() -> None:
+    assert tuning.lookup("No such device", "triton.keys", "16-d128-128-full") is None
+    assert tuning.lookup("", "triton.keys", "16-d128-128-full") is None
+
+
+# ---- on a device -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_repeat_bit_by_bit(dtype: torch.dtype, device: torch.device) -> None:
+    q, k, v, do = (torch.randn(2, 4, 1111, 64, device=device, dtype=dtype) for _ in range(4))
+    table, slopes = torch.randn(4, 65, device=device), torch.rand(4, device=device)
+    first = None
+    for _ in range(20):
+        inputs = [t.detach().requires_grad_() for t in (q, k, v, table, slopes)]
+        scores = (tw.relative(inputs[3]), tw.alibi(inputs[4]))
+        out = tw.attention(*inputs[:3], mask=tw.causal(), scores=scores, backend="triton")
+        found = torch.autograd.grad(out, inputs, do)
+        first = found if first is None else first
+        assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("feature", ["plain", "alibi", "column bias", "relative", "dropout"])
+def test_backward_memory_is_linear(feature: str, device: torch.device) -> None:
+    peaks = []
+    for n in (2048, 4096):
+        inputs = [
+            torch.randn(1, 4, n, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+            for _ in range(3)
+        ]
+        terms = {
+            "alibi": lambda: (tw.alibi(torch.rand(4, device=device, requires_grad=True)),),
+            "column bias": lambda n=n: (tw.bias(torch.randn(1, 1, 1, n, device=device, requires_grad=True)),),
+            "relative": lambda: (tw.relative(torch.randn(4, 257, device=device, requires_grad=True)),),
+        }
+        scores = terms[feature]() if feature in terms else ()
+        out = tw.attention(
+            *inputs, mask=tw.causal(), scores=scores, dropout=0.1 * (feature == "dropout"), backend="triton"
+        )
+        do = torch.randn_like(out)
+        torch.autograd.grad(out, inputs, do, retain_graph=True)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(out, inputs, do)
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] < 2.2 * peaks[0]

@@ -1,0 +1,120 @@
+"""Runs the Triton backend in Triton's interpreter, in a process of its own: the interpreter is chosen at import.
+
+    TRITON_INTERPRET=1 python tests/triton_worker.py TASK [NAME ...]      prints one JSON object a line
+
+Tasks: `cases` runs conformance cases with gradients; `functions` the named functions of this file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import triton_interpreter
+
+import tilewise as tw
+
+
+def cases(names: list[str]) -> Iterator[dict]:
+    """Each case: its worst error over budget, or what failed."""
+    from tilewise.testing.cases import find_case
+    from tilewise.testing.conformance import run_case
+
+    for name in names:
+        start = time.perf_counter()
+        try:
+            found = {"worst": run_case(find_case(name), "triton").worst, "failed": ""}
+        except AssertionError as error:
+            found = {"worst": math.inf, "failed": str(error)}
+        yield {"name": name, **found, "seconds": time.perf_counter() - start}
+
+
+def _gradients(backend: str, q, k, v, do, leaf=None, **options) -> tuple[torch.Tensor, ...]:
+    inputs = [t.clone().requires_grad_() for t in (q, k, v, *(() if leaf is None else (leaf,)))]
+    scores = (tw.bias(inputs[3]),) if leaf is not None else ()
+    out = tw.attention(*inputs[:3], scores=scores, backend=backend, **options)
+    return torch.autograd.grad(out, inputs, do)
+
+
+def _same(got: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> bool:
+    """Equal up to the rounding in which the usual way and the second look differ; NaN is not equal to anything."""
+    return all(torch.allclose(a, b, rtol=1e-5, atol=2e-6) for a, b in zip(got, wanted, strict=True))
+
+
+def hidden_values() -> bool:
+    """What a mask hides, and rows without a cotangent, change no gradient, whatever they hold."""
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(1, 2, 80, 16) for _ in range(4))
+    do[:, :, 40:] = 0
+    results = []
+    for value in (0.0, math.nan, math.inf):
+        k[:, :, 40:, 3] = v[:, :, 40:, 5] = value
+        results.append(_gradients("triton", q, k, v, do, mask=tw.causal()))
+    return all(_same(other, results[0]) for other in results[1:])
+
+
+def visible_values_spread() -> bool:
+    """A NaN that rows do see reaches their gradients, and no other row's."""
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(1, 1, 80, 16) for _ in range(4))
+    clean = _gradients("triton", q, k, v, do, mask=tw.causal())[0]
+    k[:, :, 50, 3] = math.nan
+    dirty = _gradients("triton", q, k, v, do, mask=tw.causal())[0]
+    return bool(dirty[:, :, 50:].isnan().all()) and _same((dirty[:, :, :50],), (clean[:, :, :50],))
+
+
+def one_visible_key() -> bool:
+    """A row that sees one key has a slope of 0 to the last bit."""
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(1, 2, 33, 24) for _ in range(4))
+    dq, dk, _ = _gradients("triton", q, k, v, do, mask=tw.window(0, 0))
+    return not dq.any() and not dk.any()
+
+
+def large_scores() -> bool:
+    """Scores in the thousands: weights keep their digits though lse has lost them."""
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(1, 1, 96, 16) for _ in range(4))
+    bias = torch.randn(1, 1, 96, 96) * 3 + 30000.0
+    got = _gradients("triton", q, k, v, do, bias)
+    wanted = _gradients("naive", *(t.double() for t in (q, k, v, do, bias)))
+    # The scores themselves are rounded to 2e-3 by adding 30000 to them in float32.
+    return all(float((a - b).abs().max()) < 0.02 for a, b in zip(got, wanted, strict=True))
+
+
+def part_of_the_keys() -> bool:
+    """A subset's backward takes the whole's lse and out, and the parts add up."""
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(1, 2, 70, 16) for _ in range(4))
+    out, lse = tw.attention(q, k, v, backend="blockwise", return_lse=True)
+    whole = _gradients("blockwise", q, k, v, do)
+    parts = [
+        tw.attention_partial_backward(q, k[:, :, a:b], v[:, :, a:b], out, lse, do, backend="triton")
+        for a, b in ((0, 30), (30, 70))
+    ]
+    dq = parts[0].dq + parts[1].dq
+    dk = torch.cat([p.dk for p in parts], 2)
+    return all(float((a - b).abs().max()) < 1e-5 for a, b in ((dq, whole[0]), (dk, whole[1])))
+
+
+FUNCTIONS: tuple[Callable[[], bool], ...] = (
+    hidden_values, visible_values_spread, one_visible_key, large_scores, part_of_the_keys,
+)  # fmt: skip
+
+
+def functions(names: list[str]) -> Iterator[dict]:
+    """Each function's answer."""
+    for function in FUNCTIONS:
+        if not names or function.__name__ in names:
+            yield {"name": function.__name__, "holds": function()}
+
+
+if __name__ == "__main__":
+    triton_interpreter.repair()
+    torch.set_num_threads(1)
+    for line in {"cases": cases, "functions": functions}[sys.argv[1]](sys.argv[2:]):
+        print(json.dumps(line), flush=True)
