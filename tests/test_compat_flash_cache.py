@@ -261,6 +261,22 @@ def test_whole_cache_without_lengths():
     )
 
 
+def test_a_compiled_step_is_one_graph():
+    q, cache = torch.randn(2, 1, 2, 16), [torch.randn(2, 8, 2, 16) for _ in range(2)]
+    lengths, angle = torch.tensor([3, 5], dtype=torch.int32), torch.rand(8, 8)
+
+    def step(q, k_cache, v_cache):
+        return fa2.flash_attn_with_kvcache(
+            q, k_cache, v_cache, q, q, angle.cos(), angle.sin(), cache_seqlens=lengths, causal=True
+        )
+
+    twins = [t.clone() for t in cache]
+    got = torch.compile(step, fullgraph=True, backend="eager")(q, *cache)
+    torch.testing.assert_close(got, step(q, *twins))
+    for mine, twin in zip(cache, twins, strict=True):
+        assert torch.equal(mine, twin)
+
+
 def step_with(**changes):
     """A decoding step with some arguments changed."""
     x = lambda *shape: torch.randn(*shape)  # noqa: E731
