@@ -95,12 +95,11 @@ def test_pairs_of_packed_sequences(plain_pairs: None) -> None:
         torch.testing.assert_close(got, want, atol=3e-2, rtol=3e-2)
 
 
-def test_explain_says_how_pairs_are_multiplied(plain_pairs: None) -> None:
+def test_explain_counts_what_pairs_need(plain_pairs: None) -> None:
+    """The plan has the block of keys of pairs, and a workspace with v turned once for all."""
     q = torch.empty(1, 8, 4096, 64, dtype=torch.bfloat16)
-    plan = tw.explain(q, q, q, mask=tw.causal(), backend="cpu")
-    assert "bf16 by arithmetic on the halves" in str(plan)
-    wide = tw.explain(q.float(), q.float(), q.float(), mask=tw.causal(), backend="cpu")
-    assert "bf16" not in str(wide)
+    plan = tw.explain(q, q, q, backend="cpu")
+    assert "64 x 128" in str(plan) and plan.workspace_bytes >= q.numel() * 2
 
 
 def test_pairs_hide_what_is_not_finite(plain_pairs: None) -> None:
