@@ -125,15 +125,7 @@ def _price(sizes: Sizes, tiles: Tiles, visit: Visit | None, order: Order, capaci
         loaded = _loaded(steps, order, capacity)
         outer, inner = list({a for a, _ in steps}), list({b for _, b in steps})
     else:
-        # Every outer tile meets the same: from the third on they repeat.
-        found = [
-            _loaded([(a, b) for a in outer[:many] for b in inner], order, capacity)
-            for many in range(min(len(outer), 3) + 1)
-        ]
-        more = max(len(outer) - 3, 0)
-        loaded = [
-            last + more * (last - before) for last, before in zip(found[-1], found[-2:][0], strict=True)
-        ]
+        loaded = _repeated(outer, inner, order, capacity)
     stays, first = (sum(stop - start for start, stop in parts) for parts in (outer, inner))
     loads = sum(part.width * stays for part in order.stays if not part.made)
     stores = sum(part.width * stays for part in order.stays if part.made)
@@ -141,6 +133,19 @@ def _price(sizes: Sizes, tiles: Tiles, visit: Visit | None, order: Order, capaci
         loads += part.width * (rows - first * part.made)
         stores += part.width * rows * part.made
     return Traffic(loads, stores)
+
+
+def _repeated(outer: list[Range], inner: list[Range], order: Order, capacity: int) -> list[int]:
+    """`_loaded` where every tile is visited: from the third on outer tiles meet the same, but for a shorter last."""
+
+    def loaded(chosen: list[Range]) -> list[int]:
+        return _loaded([(a, b) for a in chosen for b in inner], order, capacity)
+
+    if len(outer) <= 4:
+        return loaded(outer)
+    two, three, ending = loaded(outer[:2]), loaded(outer[:3]), loaded([*outer[:3], outer[-1]])
+    more = len(outer) - 4
+    return [end + more * (c - b) for end, c, b in zip(ending, three, two, strict=True)]
 
 
 def _loaded(steps: list[tuple[Range, Range]], order: Order, capacity: int) -> list[int]:

@@ -133,6 +133,8 @@ def run(memory: TwoLevelMemory, sizes: Sizes, tiles: Tiles, scale: float, keep: 
                 memory.place(name, torch.zeros(rows[1] - rows[0], *width, dtype=torch.float64))
             scores, summary = Operand("s", rows, columns), Operand(names[-1], (0, rows[1] - rows[0]), dv)
             factors = Operand("q", rows, d), Operand("k", columns, d, True)
+            if together:  # it stays for the whole row of chunks, and would be the oldest
+                memory.read("q", rows, d)
             run_product(memory, scores, factors, Blocks(bq, bk, c), scale=scale)
             ordinary.end_kernel(memory, together)
             run_softmax(memory, scores, keep, names[-1])
