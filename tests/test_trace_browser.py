@@ -114,15 +114,24 @@ def test_steps_by_mouse_and_keyboard(page):
 
 
 def test_plays_and_pauses(page):
-    page.run("document.getElementById('speed').value = '15'")
+    page.run("document.getElementById('speed').value = '5'")
     page.click("#play")
     assert text(page, "#play") == "Pause"
-    page.run("new Promise((done) => setTimeout(done, 700))")
+    page.run(
+        "new Promise((done) => { const look = () => view.step > 1 ? done() : setTimeout(look, 20); look(); })"
+    )
     page.click("#play")
     here = text(page, "#counter")
-    assert text(page, "#play") == "Play" and not here.startswith("Step 1 ")
-    page.run("new Promise((done) => setTimeout(done, 200))")
+    assert text(page, "#play") == "Play"
+    page.run("new Promise((done) => setTimeout(done, 500))")
     assert text(page, "#counter") == here
+    # At the end it stops by itself.
+    press(page, "End", "ArrowLeft")
+    page.click("#play")
+    page.run(
+        "new Promise((done) => { const look = () => timer === null ? done() : setTimeout(look, 20); look(); })"
+    )
+    assert text(page, "#play") == "Play" and page.run("view.step === run().steps.length - 1")
 
 
 def test_every_number_of_the_forward_is_the_library_s(page, made):
