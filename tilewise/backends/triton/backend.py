@@ -15,7 +15,7 @@ from tilewise.problem import Inputs, Problem
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tilewise.backends.triton.launch_forward import Prepared
+    from tilewise.backends.triton.prepared import Prepared
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OLDEST_TRITON = (3, 6)
@@ -85,9 +85,9 @@ class Triton:
 
     def prepare(self, problem: Problem, inputs: Inputs) -> Prepared | None:
         """A function for calls like this one (`tilewise.quick`); None where the long way is as good."""
-        from tilewise.backends.triton import launch_forward
+        from tilewise.backends.triton import prepared
 
-        return launch_forward.prepare(problem, inputs)
+        return prepared.prepare(problem, inputs)
 
     def backward(
         self,

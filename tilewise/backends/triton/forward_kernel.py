@@ -18,6 +18,8 @@ from tilewise.backends.triton.words import LN2, LOG2E
 CHUNK = tl.constexpr(128)
 """Key tiles classified at once."""
 SEARCH = tl.constexpr(256)
+NOTES = tl.constexpr(128)
+"""Tiles whose notes one program of the launch after reads."""
 CARE_N = tl.constexpr(16)
 """Keys of a tile that is done again with care; divides every BLOCK_N."""
 
@@ -53,6 +55,16 @@ def find_sequence(cu_ptr, slot, batch, total, block):
         count += tl.sum(((edge // block + n <= slot) & (n < batch)).to(tl.int32), 0)
     b = tl.maximum(count - 1, 0)
     return b, slot - (clamped_edge(cu_ptr, b, total) // block + b)
+
+
+@triton.jit
+def place_of(rest, units, row_tiles, swizzle):
+    """A program's row tile and unit (a head of a batch entry): the last tiles first, `swizzle` units abreast."""
+    per = row_tiles * swizzle
+    section = rest // per
+    inner = rest - section * per
+    width = tl.minimum(units - section * swizzle, swizzle)
+    return row_tiles - 1 - inner // width, section * swizzle + inner % width
 
 
 @triton.jit
@@ -171,7 +183,8 @@ def absorb_run(
 
 
 @triton.jit
-def forward_program(
+def forward_tile(
+    program, part,
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr,
     used_q_ptr, used_k_ptr, k_desc, v_desc, flag_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_s, o_b, o_h, o_n, o_d, l_s, l_b, l_h,
@@ -183,25 +196,16 @@ def forward_program(
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
-    """One program: see the header. Strides are in units of STEP elements.
+    """out and lse of a tile of rows. Strides are in units of STEP elements.
 
     CARE, where pairs can be hidden: "inline" does a tile with something not finite again at once, "flag" notes it,
-    "again" is the launch after it, whose programs own BLOCK_M of the RATIO * BLOCK_M rows of a noted tile.
+    "again" does a part of a noted tile, BLOCK_M of its RATIO * BLOCK_M rows.
     """
     # ---- which rows ----
-    program = tl.program_id(0)
-    if CARE == "again":
-        part = program % RATIO
-        program = program // RATIO
     split = program % splits
     rest = program // splits
     units = heads if VARLEN else batch * heads
-    per = row_tiles * swizzle
-    section = rest // per
-    inner = rest - section * per
-    width = tl.minimum(units - section * swizzle, swizzle)
-    tile = row_tiles - 1 - inner // width
-    unit = section * swizzle + inner % width
+    tile, unit = place_of(rest, units, row_tiles, swizzle)
     if VARLEN:
         tokens = RATIO * BLOCK_M // group if PACKED else RATIO * BLOCK_M
         b, tile = find_sequence(cu_q_ptr, tile, batch, seqlen_q, tokens)
@@ -228,13 +232,8 @@ def forward_program(
         g = head // group
         rows, h_rows = r, head + tl.zeros_like(r)
         i0, i1 = tile * BLOCK_M, tl.minimum(tile * BLOCK_M + BLOCK_M, n_q) - 1
-        h0, h1 = head, head
-        h = head
+        h, h0, h1 = head, head, head
     alive = rows < n_q
-    wanted = i0 < n_q
-    if CARE == "again":
-        noted = tl.load(flag_ptr + program) != 0
-        alive, wanted = alive & noted, wanted & noted
     i = rows[:, None]
     q_pos = i + q_offset
 
@@ -247,15 +246,13 @@ def forward_program(
     q = tl.load(q_base + q_rows + q_columns, mask=q_inside, other=0.0)
     k_base = k_ptr + (tl.cast(tensor_b, tl.int64) * k_b + tl.cast(g, tl.int64) * k_h + key0 * k_n) * STEP
     v_base = v_ptr + (tl.cast(tensor_b, tl.int64) * v_b + tl.cast(g, tl.int64) * v_h + key0 * v_n) * STEP
-    seed = 0
-    if DROPOUT:
-        seed = tl.load(seed_ptr)
+    seed = tl.load(seed_ptr) if DROPOUT else 0
 
     # ---- its key tiles ----
     tiles = tl.cdiv(n_k, BLOCK_N)
     each = tl.where(split_tiles > 0, split_tiles, tl.cdiv(tiles, splits))
     begin = split * each
-    end = tl.where(wanted, tl.minimum(begin + each, tiles), begin)
+    end = tl.where(i0 < n_q, tl.minimum(begin + each, tiles), begin)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
     acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
@@ -328,10 +325,8 @@ def forward_program(
         m = m * (scale * LOG2E)
     if sink_ptr is not None:
         logit = tl.load(sink_ptr + h_rows, mask=alive, other=0.0).to(tl.float32)
-        if FUSED:
-            m, l, alpha = absorb_sink(m, l, logit * LOG2E, 1.0)  # noqa: E741
-        else:
-            m, l, alpha = absorb_sink(m, l, logit, LOG2E)  # noqa: E741
+        unit_m: tl.constexpr = 1.0 if FUSED else LOG2E
+        m, l, alpha = absorb_sink(m, l, logit * (LOG2E / unit_m), unit_m)  # noqa: E741
         acc = acc * alpha[:, None]
     empty = l == 0
     inverse = tl.div_rn(1.0 + tl.zeros_like(l), tl.where(empty, 1.0, l))
@@ -361,3 +356,63 @@ def absorb_sink(m, l, logit, unit: tl.constexpr):  # noqa: E741
     pivot = tl.where(top == -float("inf"), 0.0, top)
     alpha = tl.exp2((m - pivot) * unit)
     return top, l * alpha + tl.exp2((logit - pivot) * unit), alpha
+
+
+@triton.jit
+def forward_program(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr,
+    used_q_ptr, used_k_ptr, k_desc, v_desc, flag_ptr,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_s, o_b, o_h, o_n, o_d, l_s, l_b, l_h,
+    batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles,
+    q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
+    data, score, keep, classify, classify_coarse,
+    HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
+    LAST: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
+):  # fmt: skip
+    """One program of the forward launch: see the header and `forward_tile`."""
+    forward_tile(
+        tl.program_id(0), 0,
+         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr,
+        cu_k_ptr, used_q_ptr, used_k_ptr, k_desc, v_desc, flag_ptr, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b,
+        v_h, v_n, v_d, o_s, o_b, o_h, o_n, o_d, l_s, l_b, l_h, batch, heads, group, seqlen_q, seqlen_k,
+        row_tiles, swizzle, splits, split_tiles, q_offset, k_offset, h_offset, b_offset, size_d, size_dv,
+        threshold, scale, drop_factor, data, score, keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, FUSED,
+        DROPOUT, VARLEN, LAST, PACKED, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
+        TMA, CARE, RATIO,
+    )  # fmt: skip
+
+
+@triton.jit
+def again_program(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr,
+    used_q_ptr, used_k_ptr, k_desc, v_desc, flag_ptr,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_s, o_b, o_h, o_n, o_d, l_s, l_b, l_h,
+    batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles,
+    q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
+    data, score, keep, classify, classify_coarse,
+    HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
+    LAST: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
+):  # fmt: skip
+    """One program of the launch after it: does the noted tiles among every NOTES again, in RATIO parts."""
+    units = heads if VARLEN else batch * heads
+    total = units * row_tiles * splits
+    start = tl.program_id(0) * NOTES
+    n = start + tl.arange(0, NOTES)
+    noted = tl.load(flag_ptr + n, mask=n < total, other=0) != 0
+    at = tl.min(tl.where(noted, n, total), 0)
+    while at < total:
+        for part in range(0, RATIO):
+            forward_tile(
+                at, part, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, seed_ptr, q_offset_ptr, k_offset_ptr,
+                cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, k_desc, v_desc, flag_ptr, q_b, q_h, q_n, q_d, k_b,
+                k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_s, o_b, o_h, o_n, o_d, l_s, l_b, l_h, batch, heads, group,
+                seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles, q_offset, k_offset, h_offset,
+                b_offset, size_d, size_dv, threshold, scale, drop_factor, data, score, keep, classify,
+                classify_coarse, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, VARLEN, LAST, PACKED, BLOCK_M, BLOCK_N,
+                D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CARE, RATIO,
+            )  # fmt: skip
+        at = tl.min(tl.where(noted & (n > at), n, total), 0)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from tilewise.backends.triton import tiles as choice
-from tilewise.backends.triton.compile import Build, Launcher, types_of
-from tilewise.backends.triton.direct import Direct
+from tilewise.backends.triton.compile import Build, types_of
 from tilewise.backends.triton.launch import (
     dropout_numbers,
     four_strides,
@@ -57,10 +55,13 @@ FORWARD = Entry(
         "CARE", "RATIO",
     ),
 )  # fmt: skip
+AGAIN = FORWARD._replace(name="again", program="again_program")
 AT = {argument.partition(":")[0]: n for n, argument in enumerate(FORWARD.arguments)}
 OFFSETS = slice(AT["q_offset"], AT["b_offset"] + 1)
 SCALE = AT["scale"]
 FLAG = AT["flag_ptr"]
+NOTES = 128
+"""`forward_kernel.NOTES`, which cannot be imported without Triton."""
 CARE_M = 32
 """Rows of a tile that is done again, and the tallest that is done again inside its own kernel. Taller ones would form
 their products by instructions that Triton 3.6 gets wrong in loops without pipelining (measured on an H200)."""
@@ -105,14 +106,13 @@ def strides_of(problem: Problem, tensors: Sequence[Tensor], out_strides: Sequenc
 class Recipe(NamedTuple):
     """A launch of the forward kernel with everything that calls of one kind share; see `kind_of`.
 
-    run: the kernel; again: the launch after it that repeats noted tiles in `ratio` parts each, or None. values: the
-    arguments, in which a call's own are replaced (`_own_values`). grid: programs. aligned: addresses are multiples of
+    run: the kernel; again: the launch after it that repeats noted tiles, or None. values: the arguments, in which a
+    call's own are replaced (`_own_values`). grid: programs. aligned: addresses are multiples of
     16 bytes.
     """
 
     run: Any
     again: Any
-    ratio: int
     values: list[object]
     types: tuple[str, ...]
     grid: int
@@ -185,7 +185,7 @@ def _run(recipe: Recipe, values: list[object], device: torch.device) -> None:
         values[FLAG] = torch.empty(recipe.grid, dtype=torch.int32, device=device)
     recipe.run(recipe.grid, values)
     if recipe.again is not None:
-        recipe.again(recipe.grid * recipe.ratio, values)
+        recipe.again(-(-recipe.grid // NOTES), values)
 
 
 def _parts(problem: Problem, inputs: Inputs, splits: int) -> tuple[Tensor, Tensor]:
@@ -247,19 +247,19 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     )
     types = types_of(names, values, argument_types(FORWARD, slots))
     build = Build(types, aligned, (*constants, ("CARE", care), ("RATIO", 1)), tiles.warps, tiles.stages)
-    run = kernel_launcher(problem, slots, FORWARD, build, device, (FORWARD,))
+    run = kernel_launcher(problem, slots, FORWARD, build, device, (FORWARD, AGAIN))
     again, ratio = None, tiles.block_m // CARE_M
     if care == "flag":
         low = tuple((name, CARE_M if name == "BLOCK_M" else value) for name, value in constants)
         build = Build(types, aligned, (*low, ("CARE", "again"), ("RATIO", ratio)), 4, 1)
-        again = kernel_launcher(problem, slots, FORWARD, build, device, (FORWARD,))
+        again = kernel_launcher(problem, slots, AGAIN, build, device, (FORWARD, AGAIN))
     rows = choice.row_tiles(problem, tiles)
     heads = problem.shape.num_heads_kv if tiles.packed else problem.shape.num_heads_q
     units = heads if problem.options.layout == "varlen" else problem.shape.batch * heads
     # The recipe keeps no tensor alive: a call puts its own in.
     kept = [None if isinstance(x, torch.Tensor) or hasattr(x, "block_shape") else x for x in values]
     return Recipe(
-        run, again, ratio, kept, types, units * rows * splits, splits, tiles, tma, strides.step > 1,
+        run, again, kept, types, units * rows * splits, splits, tiles, tma, strides.step > 1,
         result.stride(), slots, problem,
     )  # fmt: skip
 
@@ -322,85 +322,6 @@ def _own_values(recipe: Recipe, inputs: Inputs, out: Tensor, lse: Tensor) -> lis
     if spec.leaves or spec.num_ints or spec.num_floats:
         values[len(FORWARD.arguments) :] = _data(problem, inputs, recipe.slots)
     return values
-
-
-def prepare(problem: Problem, inputs: Inputs) -> Prepared | None:
-    """A function for calls that differ from this one in the tensors' contents and addresses only (see `quick`).
-
-    None where such a call has more to do than one launch, and host time matters less.
-    """
-    slots = describe(problem.spec, inputs.leaves)
-    if slots is None or slots.tables or problem.spec.dropout or problem.options.layout != "dense":
-        return None
-    recipe = make_recipe(problem, inputs, slots)
-    if recipe.splits > 1 or recipe.tma or recipe.grid <= 0 or not isinstance(recipe.run, Launcher):
-        return None
-    try:
-        return Prepared(recipe, inputs)
-    except ValueError:
-        return None
-
-
-class Prepared:
-    """One launch whose arguments are laid out."""
-
-    def __init__(self, recipe: Recipe, inputs: Inputs) -> None:
-        problem = recipe.problem
-        self.direct = Direct(recipe.run, recipe.types, recipe.values)
-        self.again = None if recipe.again is None else Direct(recipe.again, recipe.types, recipe.values)
-        self.flag = self.direct.slots.get(FLAG, 0)
-        self.recipe, self.grid = recipe, recipe.grid
-        self.out_shape, self.out_strides = problem.out_shape, recipe.out_strides
-        self.lse_shape, self.out_dtype = problem.lse_shape, problem.out_dtype
-        self.device, self.index = inputs.q.device, inputs.q.get_device()
-        self.precision = precision_of(problem.dtype) if problem.dtype == torch.float32 else None
-        leaf_at = [len(FORWARD.arguments) + at for at in recipe.slots.leaf_at]
-        self.extra = [self.direct.slots[at] for at in leaf_at]
-        if inputs.sink is not None:
-            self.extra.append(self.direct.slots[AT["sink_ptr"]])
-        self.aligned_leaves = [layout.step > 1 for layout in recipe.slots.leaves]
-        self.others = inputs
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor], want_lse: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """(out, lse); see `protocol.Prepared`."""
-        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr())
-        fits = not (self.recipe.aligned and (addresses[0] | addresses[1] | addresses[2]) & 15)
-        if fits and extra:
-            fits = all(t.is_contiguous() for t in extra[len(self.aligned_leaves) :])
-            pairs = zip(extra, self.aligned_leaves, strict=False)
-            fits = fits and not any(aligned and t.data_ptr() & 15 for t, aligned in pairs)
-        if self.precision is not None:
-            fits = fits and self.precision == precision_of(torch.float32)
-        if not fits or torch._C._cuda_getDevice() != self.index:
-            return self._elsewhere(q, k, v, extra)
-        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=self.out_dtype, device=self.device)
-        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
-        block = self.direct.block()
-        words = block.words
-        words[0], words[1], words[2] = addresses
-        words[3], words[4] = out.data_ptr(), lse.data_ptr()
-        for at, t in zip(self.extra, extra, strict=False):
-            words[at] = t.data_ptr()
-        if self.again is None:
-            self.direct(self.grid, block)
-        else:
-            flags = torch.empty(self.grid, dtype=torch.int32, device=self.device)
-            words[self.flag] = flags.data_ptr()
-            self.direct(self.grid, block)
-            self.again(self.grid * self.recipe.ratio, block)
-        self.direct.free.append(block)
-        return out, lse
-
-    def _elsewhere(
-        self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
-        """The same call when it is aligned otherwise, or another device is current."""
-        count = len(self.recipe.problem.spec.leaves)
-        sink = extra[count] if len(extra) > count else None
-        inputs = replace(self.others, q=q, k=k, v=v, leaves=tuple(extra[:count]), sink=sink)
-        return forward(self.recipe.problem, inputs)  # type: ignore[return-value]
 
 
 def _constants(

@@ -94,7 +94,10 @@ def _narrow(problem: Problem, d: int, dv: int, block_m: int, machine: Machine) -
     """float16 and bfloat16. Source: sweeps on an H200 (block_m x block_n, warps, stages at N = 16384)."""
     widest = max(d, dv)
     if block_m <= 32:
-        return Tiles(block_m, 128 if widest <= 64 else 64 if widest <= 128 else 32, 4, 3)
+        # Decoding reads keys once: long tiles and many warps keep the most bytes in flight.
+        return (
+            Tiles(block_m, 128, 8 if block_m == 16 else 4, 3) if widest <= 128 else Tiles(block_m, 32, 4, 3)
+        )
     if widest > 256:
         return Tiles(min(block_m, 64), 32, 8, 2)
     if widest > 128:
@@ -160,6 +163,5 @@ def splits_of(problem: Problem, tiles: Tiles, machine: Machine) -> tuple[int, in
     programs = max(s.batch * heads * -(-rows // tiles.block_m), 1)
     if programs >= machine.sms:
         return 1, 0
-    room = 4 if tiles.block_m <= 32 else 1
-    wanted = room * machine.sms // programs
+    wanted = machine.sms // programs
     return max(1, min(wanted, keys // max(FEWEST_KEYS, tiles.block_n))), 0

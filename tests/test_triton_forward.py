@@ -1,0 +1,262 @@
+"""The Triton backend's forward without a GPU: kernels compile for every target, and Triton's interpreter runs them.
+
+The interpreter has to be chosen before a kernel is imported, so those cases run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.spec.attention import AttentionSpec, spec_text
+from tilewise.spec.masks import as_mask
+from tilewise.spec.scores import as_terms
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+INTERPRETED = (
+    "plain-fp32",
+    "sink-nothing_visible",
+    "head_dims-65_1",
+    "layout-sliced-bf16",
+    "poison-document",
+    "packed-used_q",
+    "packed-dropout",
+    "size-decode-1x257-gqa",
+    "cross-custom-alibi-nosink-keep-gqa-fp16-1x37-odd",
+)
+RUN = """
+import json, sys
+import torch
+sys.path.insert(0, "tests")
+import triton_interpreter
+triton_interpreter.repair()
+from tilewise.testing.cases import find_case
+from tilewise.testing.conformance import call, compare, expected, prepare
+found = {}
+for name in sys.argv[1:]:
+    case = find_case(name)
+    values, truth, ordinary = expected(case)
+    with torch.no_grad():
+        out, lse = call(case, prepare(case, values), "triton")
+    found[name] = [compare(n, t, ordinary[n], truth[n]).ratio for n, t in (("out", out), ("lse", lse))]
+import tilewise as tw
+q, k, v = (torch.randn(1, 2, 70, 16).half() for _ in range(3))
+hidden = (torch.arange(70) % 3 == 1)[None, None, None]
+clean = tw.attention(q, k, v, mask=tw.causal() & ~tw.dense(hidden), backend="triton")
+k[..., hidden[0, 0, 0], :] = v[..., hidden[0, 0, 0], :] = float("nan")
+same = tw.attention(q, k, v, mask=tw.causal() & ~tw.dense(hidden), backend="triton")
+v[0, 0, 60, 3] = float("inf")
+seen = ~tw.attention(q, k, v, mask=tw.causal() & ~tw.dense(hidden), backend="triton")[0].isfinite()
+wanted = torch.zeros_like(seen)
+wanted[0, 60:, 3] = True
+found["again"] = [float((clean - same).abs().max()), float(not torch.equal(seen, wanted))]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, list[float]]:
+    """Errors over budgets of out and lse, by case."""
+    root = Path(__file__).parent.parent
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *INTERPRETED], cwd=root, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreter_agrees_with_float64_within_the_budgets(name, interpreted):
+    assert max(interpreted[name]) <= 1.0
+
+
+def test_a_tall_tile_that_met_a_hidden_nan_is_done_again(interpreted):
+    difference, elsewhere = interpreted["again"]
+    assert difference < 1e-3 and not elsewhere
+
+
+# ---- compiling -----------------------------------------------------------------------------------------------
+
+
+def _problem(mask, scores, tensors, **options):
+    """A call's Problem and Inputs, as a backend receives them."""
+    from tilewise.problem import Inputs, Options, Problem, shape_of
+
+    q, k, v = tensors
+    mask, terms = as_mask(mask), as_terms(scores)
+    parts = [mask.term, *(t.term for t in terms)]
+    leaves = tuple(leaf for p in parts if p is not None for leaf in p.leaves)
+    ints = tuple(n for p in parts if p is not None for n in p.ints)
+    floats = tuple(x for p in parts if p is not None for x in p.floats)
+    spec = AttentionSpec.parse(spec_text(mask, terms, False, options.pop("dropout", False)))
+    problem = Problem(spec, Options(**options), shape_of(q, k, v, "dense"), q.dtype, "cuda")
+    seed = torch.zeros((), dtype=torch.int64)
+    inputs = Inputs(q, k, v, leaves, ints, floats, seed, q.shape[-1] ** -0.5, 0.1, 0, 0, None, 0, -1, -1)
+    return problem, inputs
+
+
+SPECS = {
+    "plain": (None, ()),
+    "causal": (tw.causal(), ()),
+    "document": (tw.causal() & tw.document(torch.zeros(1, 256, dtype=torch.int32)), ()),
+    "terms": (tw.window(64, 0), (tw.softcap(30.0), tw.alibi(torch.ones(2)))),
+    "custom": (
+        tw.custom(lambda q, k: (q - k) % 2 == 0),
+        (tw.custom_score(lambda s, h, q, k, slope: s - slope[h] * abs(q - k), torch.ones(2)),),
+    ),
+}
+TARGETS = {75: torch.float16, 80: torch.bfloat16, 90: torch.bfloat16, 100: torch.bfloat16}
+
+
+def _compile(monkeypatch, machine, problem, inputs):
+    """The binaries that a call of this kind would use on a machine, as launch_forward builds them."""
+    from triton.backends.compiler import GPUTarget
+
+    from tilewise.backends.triton import compile as compiling
+    from tilewise.backends.triton import launch, launch_forward
+
+    made = []
+
+    def compiled(kernel, build, device):
+        target = GPUTarget(machine.kind, machine.arch or "gfx942", 64 if machine.kind == "hip" else 32)
+        made.append(compiling.compile_kernel(kernel, build, target))
+        return lambda grid, values: None
+
+    monkeypatch.setattr(launch, "launcher", compiled)
+    monkeypatch.setattr(launch, "_launchers", {})
+    monkeypatch.setattr(launch_forward, "machine_of", lambda device: machine)
+    monkeypatch.setattr(launch_forward, "TMA_WORK", 0.0)
+    slots = launch_forward.describe(problem.spec, inputs.leaves)
+    launch_forward.make_recipe(problem, inputs, slots)
+    return made
+
+
+@pytest.fixture
+def no_driver(monkeypatch):
+    """Triton asks the driver for nothing but a target, which the test names."""
+    from triton.runtime import driver
+
+    if torch.cuda.is_available():
+        return
+    monkeypatch.setattr(driver, "_active", None, raising=False)
+
+
+@pytest.mark.parametrize(
+    "arch, spec", [(75, "plain"), (80, "plain"), (90, "terms"), (90, "custom"), (100, "causal")]
+)
+def test_kernels_compile_for_every_architecture(arch, spec, monkeypatch, no_driver):
+    from tilewise.backends.triton.machine import Machine
+
+    shared = {75: 65536, 80: 166912, 90: 232448, 100: 232448}[arch]
+    tensors = [torch.zeros(1, 2, 256, 64, dtype=TARGETS[arch]) for _ in range(3)]
+    problem, inputs = _problem(*SPECS[spec], tensors)
+    for made in _compile(monkeypatch, Machine("cuda", arch, shared, 100), problem, inputs):
+        assert "cubin" in made.asm and made.metadata.shared <= shared
+
+
+@pytest.mark.parametrize("spec, head_dim", [("document", 40), ("causal", 128), ("causal", 256)])
+def test_hopper_kernels_keep_their_state_in_registers(spec, head_dim, monkeypatch, no_driver):
+    """Spilled accumulators would be re-read on every key tile; what little is spilled must not be those."""
+    from tilewise.backends.triton.machine import Machine
+
+    tensors = [torch.zeros(8, 16, 256, head_dim, dtype=torch.bfloat16) for _ in range(3)]
+    problem, inputs = _problem(*SPECS[spec], tensors)
+    made = _compile(monkeypatch, Machine("cuda", 90, 232448, 132), problem, inputs)
+    first = next(m for m in made if m.metadata.name == "forward")
+    assert "wgmma" in first.asm["ptx"] and spilled(first) <= 256
+
+
+def spilled(compiled) -> int:
+    """Bytes of spill stores, as ptxas reports them."""
+    import re
+    import tempfile
+
+    import triton
+
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    if not ptxas.exists():
+        pytest.skip("this Triton brings no ptxas")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(compiled.asm["ptx"])
+        command = [str(ptxas), "-v", "--gpu-name=sm_90a", str(path), "-o", str(path.with_suffix(".o"))]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(re.search(r"(\d+) bytes spill stores", done.stderr)[1])
+
+
+def test_an_amd_target_compiles(monkeypatch, no_driver):
+    from tilewise.backends.triton.machine import Machine
+
+    tensors = [torch.zeros(1, 2, 256, 64, dtype=torch.float16) for _ in range(3)]
+    problem, inputs = _problem(*SPECS["causal"], tensors)
+    for made in _compile(monkeypatch, Machine("hip", 0, 65536, 100), problem, inputs):
+        assert "hsaco" in made.asm
+
+
+# ---- what is printed -----------------------------------------------------------------------------------------
+
+
+def _text(mask, scores, leaves_like=None):
+    from tilewise.backends.triton.launch_forward import FORWARD
+    from tilewise.backends.triton.layout import describe
+    from tilewise.backends.triton.source import print_module
+
+    tensors = [torch.zeros(1, 2, 64, 16) for _ in range(3)]
+    problem, inputs = _problem(mask, scores, tensors)
+    slots = describe(problem.spec, leaves_like or inputs.leaves)
+    return print_module(problem.spec, slots, (FORWARD,))
+
+
+def test_a_new_length_prints_the_same_module():
+    texts = {_text(tw.causal(), (tw.bias(torch.zeros(1, 2, n, n)),)) for n in (64, 128, 4096)}
+    assert len(texts) == 1
+
+
+def test_window_sizes_are_numbers_of_the_call():
+    assert _text(tw.window(5, 0), ()) == _text(tw.window(4096, 0), ())
+
+
+def test_printed_modules_name_no_feature():
+    code = _text(tw.causal() & tw.window(5, 0), (tw.alibi(torch.ones(2)), tw.softcap(3.0))).split('"""', 2)[2]
+    assert not any(word in code for word in ("causal", "window", "alibi", "softcap"))
+
+
+def test_a_printed_module_is_a_file_that_can_be_read():
+    from tilewise.backends.triton.source import load_text
+
+    module = load_text(_text(tw.causal(), ()))
+    assert Path(module.__file__).read_text(encoding="utf-8").startswith('"""Printed by Tilewise')
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tensors, word",
+    [
+        ([torch.zeros(1, 1, 2, 8, dtype=torch.float64)] * 3, "element type"),
+        ([torch.zeros(1, 1, 2, 513)] * 3, "head dimension"),
+    ],
+)
+def test_reasons_name_rule_and_limit(tensors, word):
+    from tilewise.backends.triton.backend import Triton
+
+    problem, _ = _problem(None, (), tensors)
+    reasons = Triton().supports(problem)
+    assert any(word in reason.rule and reason.allowed for reason in reasons)
+
+
+def test_processor_tensors_are_refused_by_name():
+    q = torch.zeros(1, 1, 4, 8)
+    with pytest.raises(tw.UnsupportedProblem, match="runs on GPUs"):
+        tw.attention(q, q, q, backend="triton")
