@@ -228,3 +228,16 @@ def test_other_targets_compile(cpu: str, monkeypatch: pytest.MonkeyPatch) -> Non
     fold.print_fold(module, "fold_partial", isa, slots, False, spec, True)
     fold.print_classify(module, slots, False, spec.keep)
     assert machine_code.assemble(isa, machine_code.optimise(isa, module))
+
+
+def test_sources_replaced_under_a_running_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an upgrade writes on disk changes no key of a process that runs the old code."""
+    from pathlib import Path
+
+    from tilewise.backends.cpu import machine_code
+    from tilewise.backends.cpu.isa import detect
+
+    before = machine_code._key(detect(), "fold")
+    machine_code._sources.cache_clear()
+    monkeypatch.setattr(Path, "read_bytes", lambda _: b"another release")
+    assert machine_code._key(detect(), "fold") == before

@@ -62,11 +62,18 @@ SOURCES = {
 """Modules that write each kind of object: another text of theirs is another key."""
 
 
+_WRITTEN = {
+    path.stem: hashlib.sha256(path.read_bytes()).digest() for path in Path(__file__).parent.glob("*.py")
+}
+"""The sources as they were when this process began: a release installed under a running process must not get its
+objects under the new one's key."""
+
+
 @functools.lru_cache(maxsize=16)
 def _sources(kind: str) -> str:
     digest = hashlib.sha256()
     for name in ("machine_code", *SOURCES[kind]):
-        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
+        digest.update(_WRITTEN[name])
     return digest.hexdigest()
 
 
