@@ -76,6 +76,8 @@ def _key_tiles(widest: int, machine: Machine) -> Tiles:
     """float16 and bfloat16: registers bound the choice, dk and dv are block_n x (D + DV) float32."""
     if widest > 256:
         return Tiles(32, 32, 8, 1)
+    if machine.arch < 80 and machine.kind == "cuda":  # products run on the ordinary units
+        return Tiles(32, 32, 4, 1)
     if widest > 128:
         return Tiles(32, 64, 8, 2)
     if machine.arch >= 90:
@@ -87,6 +89,10 @@ def _row_tiles(widest: int, machine: Machine) -> Tiles:
     """float16 and bfloat16: dq is block_m x D float32."""
     if widest > 256:
         return Tiles(32, 32, 8, 1)
+    if machine.arch < 80 and machine.kind == "cuda":
+        return Tiles(32, 32, 4, 1)
+    if machine.arch >= 100:  # Triton 3.6 fails to compile 64 rows and more for Blackwell (D = 64, no mask)
+        return Tiles(32, 64, 4, 2)
     if widest > 128:
         return Tiles(64, 32, 4, 2)
     if machine.arch >= 90:
