@@ -81,6 +81,18 @@ def test_machine_s_roofs_and_what_was_measured(capsys, tmp_path):
         assert report["measured"] == []
 
 
+def test_cells_of_the_gpu_benchmark_are_found(capsys, tmp_path):
+    lines = [{"machine": {"gpus": ["NVIDIA H200 (9.0, 140 GiB)"]}},
+             {"cell": "D128-N8192-causal", "which": "forward",
+              "contenders": {"ours": {"cold_tflops": 250.0}, "not": {}}},
+             {"cell": "window1024", "which": "forward", "contenders": {"ours": {"cold_tflops": 1.0}}}]  # fmt: skip
+    (tmp_path / "gpu.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    _, report = run_json(capsys, *LLAMA, "--machine", "h200", "--results", str(tmp_path))
+    (one,) = report["measured"]
+    assert one["seconds"] == pytest.approx(4 * 128 * 8192**2 / 2 * 32 / 250e12)
+    assert one["library"] == "ours, cell D128-N8192-causal"
+
+
 def test_a_processor_that_the_table_lacks_is_said(capsys, monkeypatch):
     monkeypatch.setattr("tilewise.plan.machine_here", lambda kind: None)
     assert main(["explain", *LLAMA]) == 0

@@ -44,7 +44,9 @@ def problem(line: dict[str, Any]) -> str:
     """dtype, sizes and mask of a line in words."""
     mask = "causal" if line.get("causal") else "full"
     heads = f"{line['H']}/{line['H_kv']}" if line.get("H_kv", line["H"]) != line["H"] else f"{line['H']}"
-    return f"{line['dtype']}, D {line['D']}, N {line['N']}, H {heads}, {mask}"
+    batch = f"B {line['B']}, " if line["section"] == "decode" else ""
+    by = f", by {line['bf16_by']}" if "bf16_by" in line else ""
+    return f"{line['dtype']}, {batch}D {line['D']}, N {line['N']}, H {heads}, {mask}{by}"
 
 
 def latest(lines: list[dict[str, Any]], section: str) -> list[dict[str, Any]]:
@@ -55,7 +57,7 @@ def latest(lines: list[dict[str, Any]], section: str) -> list[dict[str, Any]]:
         if line["section"] == "machine":
             machine = f"{line['processor']}, {line['cpu_capability']}, {line['threads']} threads"
         elif line["section"] == section:
-            names = ("dtype", "D", "N", "H", "B", "causal")
+            names = ("dtype", "D", "N", "H", "B", "causal", "bf16_by")
             found[(machine, *(line.get(name) for name in names))] = {**line, "machine": machine}
     return list(found.values())
 

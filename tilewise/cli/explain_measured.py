@@ -8,6 +8,7 @@ what was measured.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -73,7 +74,7 @@ def find(plan: Plan, sizes: Sizes, problem: dict[str, Any], folder: str | None) 
 
 def entries(folder: Path) -> Iterator[Entry]:
     """Everything in the folder that times attention itself."""
-    for name, read in (("cpu.jsonl", _cpu), ("gpu_peers.jsonl", _peers)):
+    for name, read in (("cpu.jsonl", _cpu), ("gpu_peers.jsonl", _peers), ("gpu.jsonl", _gpu)):
         path = folder / name
         if path.exists():
             yield from read(
@@ -89,10 +90,10 @@ def _cpu(lines: list[dict[str, Any]], source: str) -> Iterator[Entry]:
         if line["section"] not in ("forward", "backward"):
             continue
         key = (TYPES[line["dtype"]], line["N"], line["D"], line["causal"], line["section"])
+        by = f", bf16 by {line['bf16_by']}" if "bf16_by" in line else ""
+        what = f"batch 1, {line['H']} heads{by}"
         for name, library in LIBRARIES.items():
-            yield Entry(
-                machine, library, key, line["H"], line[name]["median"], f"batch 1, {line['H']} heads", source
-            )
+            yield Entry(machine, library, key, line["H"], line[name]["median"], what, source)
 
 
 def _peers(lines: list[dict[str, Any]], source: str) -> Iterator[Entry]:
@@ -109,3 +110,23 @@ def _peers(lines: list[dict[str, Any]], source: str) -> Iterator[Entry]:
         what = f"batch {line['B']}, {line['H']} heads{grouped}"
         seconds = flops / line["cold_tflops"] / 1e12
         yield Entry(machine, line["library"], key, line["B"] * line["H"], seconds, what, source)
+
+
+def _gpu(lines: list[dict[str, Any]], source: str) -> Iterator[Entry]:
+    """Cells of benchmarks/gpu.py whose name says everything: head size, length, full or causal."""
+    machine = None
+    for line in lines:
+        if "machine" in line:
+            machine = match_machine(" ".join(line["machine"]["gpus"]))
+        cell = re.fullmatch(r"D(\d+)-N(\d+)-(full|causal)", line.get("cell", ""))
+        if cell is None:
+            continue
+        d, n, causal = int(cell[1]), int(cell[2]), cell[3] == "causal"
+        flops = attention_flops(n * n // (2 if causal else 1), d, d, backward=line["which"] == "backward")
+        for name, found in line["contenders"].items():
+            if "cold_tflops" in found:
+                seconds = flops / found["cold_tflops"] / 1e12
+                key = ("bfloat16", n, d, causal, line["which"])
+                yield Entry(
+                    machine, f"{name}, cell {cell[0]}", key, 1, seconds, "as many heads as fill it", source
+                )
