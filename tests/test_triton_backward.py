@@ -66,12 +66,12 @@ def test_what_must_hold_exactly(name: str, interpreted_functions: dict[str, dict
 # ---- who sums a leaf's gradient ----------------------------------------------------------------------------------
 
 
-def _problem(scores, layout: str = "dense"):
+def _problem(scores, layout: str = "dense", mask=None):
     from tilewise.problem import Options, Problem, Shape
     from tilewise.spec.attention import AttentionSpec, spec_text
     from tilewise.spec.masks import Mask
 
-    spec = AttentionSpec.parse(spec_text(Mask(None), scores, False, False))
+    spec = AttentionSpec.parse(spec_text(Mask(None) if mask is None else mask, scores, False, False))
     options = replace(Options(), layout=layout)
     return Problem(spec, options, Shape(2, 4, 2, 24, 32, 16, 16), torch.float32, "cuda")
 
@@ -142,6 +142,57 @@ def test_tables_of_tiles_are_whole() -> None:
 def test_a_device_without_a_table_has_no_entry() -> None:
     assert tuning.lookup("No such device", "triton.keys", "16-d128-128-full") is None
     assert tuning.lookup("", "triton.keys", "16-d128-128-full") is None
+
+
+# ---- compiling without a device ----------------------------------------------------------------------------------
+
+
+TARGETS = {
+    "7.5": (75, 65536, torch.float16), "8.0": (80, 166912, torch.bfloat16), "8.6": (86, 101376, torch.bfloat16),
+    "9.0": (90, 232448, torch.bfloat16), "10.0": (100, 232448, torch.bfloat16),
+}  # fmt: skip
+SLOW = {"7.5", "8.6", "9.0", "10.0"}
+
+
+@pytest.mark.parametrize("target", [pytest.param(t, marks=[pytest.mark.slow] * (t in SLOW)) for t in TARGETS])
+def test_kernels_compile(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels of a causal call with a trained slope, for a device that is not here."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from tilewise.backends.protocol import Needs
+    from tilewise.backends.triton import launch, launch_backward
+    from tilewise.backends.triton.compile import compile_kernel
+    from tilewise.backends.triton.layout import describe
+    from tilewise.backends.triton.machine import Machine
+    from tilewise.problem import Inputs
+
+    arch, shared, dtype = TARGETS[target]
+    made = []
+
+    def compiled(kernel, build, device):
+        made.append(compile_kernel(kernel, build, GPUTarget("cuda", arch, 32)))
+        return lambda grid, values: None
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(driver, "_active", None, raising=False)
+    monkeypatch.setattr(launch, "launcher", compiled)
+    monkeypatch.setattr(launch, "_launchers", {})
+    monkeypatch.setattr(launch_backward, "machine_of", lambda device: Machine("cuda", arch, shared, 100))
+    monkeypatch.setattr(launch_backward, "TMA_WORK", 0.0)
+    launch_backward._tiles.cache_clear()
+    mask, term = tw.causal(), tw.alibi(torch.ones(2))
+    problem = _problem((term,), mask=mask)
+    problem = replace(problem, dtype=dtype, shape=problem.shape._replace(
+        batch=1, num_heads_q=2, num_heads_kv=2, seqlen_q=256, seqlen_k=256, head_dim=64, head_dim_v=64))  # fmt: skip
+    q, k, v = (torch.zeros(1, 2, 256, 64, dtype=dtype) for _ in range(3))
+    inputs = Inputs(q, k, v, term.term.leaves, (), (), None, 0.125, 0.0, 0, 0, None, 0, -1, -1)
+    slots = describe(problem.spec, inputs.leaves)
+    saved = (torch.zeros_like(q), torch.zeros(1, 2, 256))
+    launch_backward.backward(problem, inputs, saved, (q, None), Needs(leaves=(True,)), slots)
+    assert len(made) == 5
+    for kernel in made:
+        assert "cubin" in kernel.asm and kernel.metadata.shared <= shared
 
 
 # ---- on a device -------------------------------------------------------------------------------------------------
