@@ -20,7 +20,13 @@ def test_the_matrix_that_is_not_built():
 
 def test_census_is_counted_by_hand_for_a_window():
     # 1024 x 1024 in tiles of 256 x 512, causal window of 100: row tiles 0 and 2 end before the next column tile.
-    plan = tw.explain((1, 1, 1024, 8), (1, 1, 1024, 8), (1, 1, 1024, 8), mask=tw.causal() & tw.window(100, 0))
+    plan = tw.explain(
+        (1, 1, 1024, 8),
+        (1, 1, 1024, 8),
+        (1, 1, 1024, 8),
+        mask=tw.causal() & tw.window(100, 0),
+        backend="blockwise",
+    )
     assert (plan.schedule.block_q, plan.schedule.block_k) == (256, 512)
     # Row tiles 0 and 1 see column tile 0 only, row tile 2 (rows 512..767) reaches back to 412: both, row tile 3 only 1.
     assert plan.census == (3, 5, 0)
@@ -29,14 +35,21 @@ def test_census_is_counted_by_hand_for_a_window():
 
 
 def test_reasons_and_refusals():
-    plan = tw.explain((1, 2, 8, 4), (1, 2, 8, 4), (1, 2, 8, 4))
+    plan = tw.explain((1, 2, 8, 4), (1, 2, 8, 4), (1, 2, 8, 4), dtype=torch.float64)
     assert plan.backend == "blockwise"
     reasons = dict(plan.candidates)
+    assert "float64" in reasons["cpu"][0]
     assert reasons["blockwise"] == () and "allow_quadratic" in reasons["naive"][0]
     with pytest.raises(tw.OptionError, match="no backend 'fast'"):
         tw.explain((1, 2, 8, 4), (1, 2, 8, 4), (1, 2, 8, 4), backend="fast")
     with pytest.raises(tw.ShapeError):
         tw.explain((1, 2, 8, 4), (1, 3, 8, 4), (1, 3, 8, 4))
+
+
+def test_auto_takes_the_compiled_backend_where_numba_is():
+    pytest.importorskip("numba")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert tw.explain(*[(1, 2, 8, 4)] * 3, dtype=dtype).backend == "cpu"
 
 
 def test_plan_prints_and_serialises():
@@ -45,9 +58,9 @@ def test_plan_prints_and_serialises():
         *[(1, 2, 8, 4)] * 3, mask=tw.causal(), scores=tw.bias(bias), sink=torch.zeros(2), dropout=0.1
     )
     text = str(plan)
-    for word in ("blockwise", "causal", "bias", "sink", "dropout", "not built"):
+    for word in (plan.backend, "causal", "bias", "sink", "dropout", "not built"):
         assert word in text
-    assert json.loads(json.dumps(plan.to_dict()))["backend"] == "blockwise"
+    assert json.loads(json.dumps(plan.to_dict()))["backend"] == plan.backend
 
 
 def test_explain_reads_tensors_and_packed_calls():

@@ -80,12 +80,7 @@ class Registry:
 
 
 registry = Registry()
-registry.register(
-    "cpu",
-    "tilewise.backends.cpu.backend",
-    "Cpu",
-    by_name_only="its kernels compile at first use, for tens of seconds",
-)
+registry.register("cpu", "tilewise.backends.cpu.backend", "Cpu")
 registry.register("blockwise", "tilewise.backends.reference.blockwise", "Blockwise", slow=True)
 registry.register("naive", "tilewise.backends.reference.naive", "Naive", slow=True)
 
