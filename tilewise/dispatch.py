@@ -80,6 +80,7 @@ class Registry:
 
 
 registry = Registry()
+registry.register("triton", "tilewise.backends.triton.backend", "Triton")
 registry.register("cpu", "tilewise.backends.cpu.backend", "Cpu")
 registry.register("blockwise", "tilewise.backends.reference.blockwise", "Blockwise", slow=True)
 registry.register("naive", "tilewise.backends.reference.naive", "Naive", slow=True)

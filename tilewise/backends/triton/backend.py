@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,9 +38,8 @@ def _triton() -> tuple[int, ...] | None:
 
 
 def _interpreting() -> bool:
-    from tilewise.backends.triton.compile import interpreting
-
-    return _triton() is not None and interpreting()
+    """Whether kernels would run in the interpreter. Asked of every call on the processor, so Triton is not imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Triton:
@@ -51,6 +51,9 @@ class Triton:
         self._exact = Blockwise()
 
     def supports(self, problem: Problem) -> list[Reason]:
+        if problem.device_type != "cuda" and not (problem.device_type == "cpu" and _interpreting()):
+            rule = "the backend 'triton' runs on GPUs"
+            return [Reason(rule, f"{problem.device_type} tensors", "cuda tensors"), *_shape_reasons(problem)]
         found = _triton()
         if found is None:
             return [Reason("kernels need Triton", "no triton", "triton", "pip install triton.")]
@@ -112,11 +115,7 @@ class Triton:
 
 
 def _device_reasons(problem: Problem) -> list[Reason]:
-    if problem.device_type != "cuda":
-        if problem.device_type == "cpu" and _interpreting():
-            return []
-        return [Reason("the backend 'triton' runs on GPUs", f"{problem.device_type} tensors", "cuda tensors")]
-    if torch.version.hip or not torch.cuda.is_available():
+    if problem.device_type != "cuda" or torch.version.hip or not torch.cuda.is_available():
         return []
     arch = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
     if arch < OLDEST_ARCH:

@@ -224,7 +224,8 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
         out, lse = _parts(problem, inputs, splits)
         out_strides, lse_strides = out.stride(), lse.stride()[:3]
     strides = strides_of(problem, tensors, out_strides, step)
-    tma = _wants_tma(problem, strides, device)
+    # Descriptors under short tiles fault (Triton 3.6 on an H200), and reading bytes needs none.
+    tma = tiles.block_m > CARE_M and _wants_tma(problem, strides, device)
     values = _shared_values(problem, inputs, slots, tiles, (splits, split_tiles), strides, lse_strides)
     values[AT["out_ptr"]], values[AT["lse_ptr"]] = out, out.new_empty(0, dtype=torch.float32)
     if splits > 1:
