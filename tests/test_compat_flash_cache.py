@@ -243,7 +243,8 @@ def test_poison_beyond_the_length_and_before_the_padding_never_matters():
     clean = fa2.flash_attn_with_kvcache(q, *cache, **options)
     for t in cache:
         t[0, 9:], t[0, :4] = torch.nan, torch.inf
-    assert torch.equal(fa2.flash_attn_with_kvcache(q, *cache, **options), clean)
+    # A compiled backend may do such a call again by the reference, so the last bits may differ.
+    torch.testing.assert_close(fa2.flash_attn_with_kvcache(q, *cache, **options), clean, rtol=1e-5, atol=1e-6)
 
 
 def test_lengths_are_not_advanced_and_nothing_is_recorded():

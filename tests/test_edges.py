@@ -300,7 +300,7 @@ def test_the_slow_path_warning_points_at_the_user(monkeypatch):
 
     monkeypatch.setattr(dispatch, "_warned", set())
     monkeypatch.setattr(tw.config, "slow", "warn")
-    q = torch.randn(1, 1, 2, 4)
+    q = torch.randn(1, 1, 2, 4, dtype=torch.float64)
     with pytest.warns(tw.SlowPathWarning) as found:
         tw.attention(q, q, q)
     assert found[0].filename == __file__

@@ -52,6 +52,12 @@ def test_auto_takes_the_compiled_backend_where_numba_is():
         assert tw.explain(*[(1, 2, 8, 4)] * 3, dtype=dtype).backend == "cpu"
 
 
+def test_the_plan_says_what_its_backend_notes():
+    pytest.importorskip("numba")
+    plan = tw.explain(*[(1, 2, 64, 32)] * 3, backend="cpu")
+    assert plan.schedule.notes and all(note in str(plan) for note in plan.schedule.notes)
+
+
 def test_plan_prints_and_serialises():
     bias = torch.zeros(1, 2, 8, 8)
     plan = tw.explain(

@@ -35,16 +35,32 @@ def test_forward_and_backward(name):
     assert_linear([m["backward"].extra for m in measured], 4 * TENSOR)
 
 
+@pytest.mark.parametrize("name", bench.FEATURES)
+def test_forward_and_backward_compiled_for_the_processor(name):
+    pytest.importorskip("numba")
+    measured = [bench.measure(name, n, "cpu") for n in (*LENGTHS, 4096)]
+    assert_linear([m["forward"].extra for m in measured[:3]], TENSOR)
+    # The keys of few heads are split into at most 16 tasks, each with a dq of its own in float32.
+    copies = 16 // bench.HEADS
+    for n, m in zip((*LENGTHS, 4096), measured, strict=True):
+        assert m["backward"].extra <= copies * TENSOR * n + 2**20 + 64 * n
+
+
 def test_the_oracle_is_quadratic_and_the_measurement_sees_it():
     extra = [bench.measure("plain", n, "naive")["forward"].extra for n in LENGTHS[:2]]
     assert extra[1] > 2.2 * extra[0]
 
 
-def test_the_plan_states_what_is_used():
+@pytest.mark.parametrize("backend", ["blockwise", "cpu"])
+def test_the_plan_states_what_is_used(backend):
+    if backend == "cpu":
+        pytest.importorskip("numba")
     for name in bench.FEATURES:
+        if name == "terms" and backend == "cpu":
+            continue  # gradients of leaves add a sum per task, and a plan does not know their sizes
         leaves, options = bench.problem(name, 1024, "cpu")
-        measured = bench.measure(name, 1024, "blockwise")
-        plan = tw.explain(*(x.detach() for x in leaves[:3]), backward=True, **options)
+        measured = bench.measure(name, 1024, backend)
+        plan = tw.explain(*(x.detach() for x in leaves[:3]), backward=True, backend=backend, **options)
         assert max(m.extra for m in measured.values()) <= plan.workspace_bytes
 
 

@@ -73,6 +73,7 @@ class Plan:
         if self.schedule is not None:
             s = self.schedule
             lines.append(f"schedule     {s.block_q} x {s.block_k} tiles, {s.loop}, key splits {s.splits}")
+            lines += [f"             {note}" for note in s.notes]
         lines += [
             f"tiles        {full} full, {partial} partial, {empty} empty (skipped); {share} of the pairs are visited",
             f"work         {count_text(self.flops, 'FLOP')} forward",

@@ -40,7 +40,11 @@ DECODE_ROWS = 16
 DECODE_BLOCK = 64
 DECODE_TASKS = 64
 """Wanted tasks of decode: reading is shared by more cores than this needs, and parts are merged at little cost."""
-WAYS = {"amx": "the tile registers of AMX", "dot": "dot products of pairs", "plain": "arithmetic on the halves"}
+WAYS = {
+    "amx": "the tile registers of AMX",
+    "dot": "dot products of pairs",
+    "plain": "arithmetic on the halves",
+}
 FAR = 1024
 """Bytes between rows from which copying them pays: 7 % at a head size of 128 of eight heads (measured with AVX2)."""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

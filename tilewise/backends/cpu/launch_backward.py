@@ -72,11 +72,16 @@ def dq_rows(problem: Problem) -> int:
 
 
 def workspace_bytes(problem: Problem) -> int:
-    """Bytes beyond inputs and outputs: scratch of the threads, dq of each split in float32 (a dense call's rows)."""
+    """Bytes beyond inputs and outputs: scratch of the threads, dq of each split in float32 (a dense call's rows).
+
+    Gradients of leaves come on top: a float32 sum per task, at most LARGEST_PARTS numbers, or one of the leaf's size.
+    """
     s, packed = problem.shape, packs(problem)
     dense = problem.options.layout == "dense"
     if problem.options.partial and problem.dtype != torch.float32:
-        numbers = s.seqlen_q * s.num_heads_q * s.head_dim + s.seqlen_k * s.num_heads_kv * (s.head_dim + s.head_dim_v)
+        numbers = s.seqlen_q * s.num_heads_q * s.head_dim + s.seqlen_k * s.num_heads_kv * (
+            s.head_dim + s.head_dim_v
+        )
         # q, k, v and their gradients in float32: see `backward_wide`.
         copies = 8 * numbers * (s.batch if dense else 1)
         return copies + workspace_bytes(replace(problem, dtype=torch.float32))
@@ -85,9 +90,8 @@ def workspace_bytes(problem: Problem) -> int:
     units = (s.num_heads_kv if packed else s.num_heads_q) * (s.batch if dense else 1)
     # A packed call pads each sequence to whole blocks.
     blocks = -(-rows // BLOCK_ROWS) + (0 if dense else s.batch)
-    return pool.num_threads() * scratch_bytes(problem) + 4 * splits * units * blocks * BLOCK_ROWS * dq_rows(
-        problem
-    )
+    sums = 4 * splits * units * blocks * BLOCK_ROWS * dq_rows(problem)
+    return pool.num_threads() * (scratch_bytes(problem) + 64) + sums + 64
 
 
 def lay_out(block: Block, problem: Problem, inputs: Inputs, found: list[Piece]) -> tuple[int, int, int]:

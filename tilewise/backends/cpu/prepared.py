@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 ALONE = 600_000
 """Multiply-adds of a call below which waking other threads takes longer than it saves."""
+KEPT = 100_000_000
+"""Multiply-adds up to which a call's scratch is kept for the next: longer calls do not feel its allocation."""
 SMALL = 4096
 """Rows up to which a block keeps memory for an lse that nobody asked for."""
 _Q, _K, _V, _OUT, _LSE, _SPEC = P.q, P.k, P.v, P.out, P.lse, P.spec
@@ -104,6 +106,7 @@ class Forward:
         self._combine_tasks = block.values[P.num_segments] * s.num_heads_q
         work = s.batch * s.num_heads_q * s.seqlen_q * s.seqlen_k * (s.head_dim + s.head_dim_v)
         self._most_threads = 1 if work < ALONE else self._tasks
+        self._keeps_scratch = work <= KEPT
         self._each = -(-launch.scratch_bytes(problem) // 64) * 64
         block.set(P.scratch_bytes, self._each)
         self._lse_shape = lse.shape
@@ -168,14 +171,16 @@ class Forward:
             values[_NUM_TASKS] = self._tasks
             pool.run_parallel(self._forward, block.address, threads)
         finite = values[_FLAG] == 0
-        free.append(scratch)
+        if self._keeps_scratch:
+            free.append(scratch)
         self._free.append(block)
         return finite
 
     def short(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], bool] | None:
         """`run` for a call of one launch, without leaves and copies, as short as Python makes it; else None."""
         more = self._turn_tasks or self._splits > 1 or self._leaf_at or self._with_sink
-        if more or self._copied or not self._tasks or self._lse_shape.numel() > SMALL:
+        large = self._lse_shape.numel() > SMALL or not self._keeps_scratch
+        if more or large or self._copied or not self._tasks:
             return None
         # Room for as many threads as may be asked for later.
         threads = min(max(pool.num_threads(), os.cpu_count() or 1), self._most_threads)
