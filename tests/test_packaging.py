@@ -84,6 +84,16 @@ print([name for name in {heavy} if name in new], [name for name in new if name.s
     assert done.stdout.strip() == "[] [] []", done.stdout + done.stderr
 
 
+def test_names_that_the_readme_writes_out_are_there():
+    """After `import tilewise` alone."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    names = sorted(set(re.findall(r"`(?:with )?(tilewise(?:\.[a-z_0-9]+)+)", text)))
+    assert {"tilewise.compat.install", "tilewise.compat.sdpa.route", "tilewise.nn"} <= set(names)
+    done = python("\n".join(("import tilewise", *names)))
+    assert done.returncode == 0, done.stderr
+    assert python("import tilewise; tilewise.no_such_name").stderr.strip().endswith("'no_such_name'")
+
+
 def test_types_are_shipped():
     assert (PACKAGE / "py.typed").exists()
 

@@ -6,6 +6,8 @@ The score matrix never exists in memory; masks, biases and score terms of any ki
 is the masked softmax up to rounding. `explain` tells which backend runs a call and why.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from tilewise.api import Gradients, attention, attention_partial, attention_partial_backward, attention_varlen
 from tilewise.config import config
 from tilewise.errors import (
@@ -38,6 +40,10 @@ from tilewise.spec.scores import ScoreTerm, alibi, alibi_slopes, bias, relative,
 from tilewise.spec.words import exp, exp2, log, log2, maximum, minimum, tanh, where
 from tilewise.state import OnlineSoftmaxState, Partial, merge, stream
 
+if TYPE_CHECKING:
+    from tilewise import compat as compat
+    from tilewise import nn as nn
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -48,3 +54,13 @@ __all__ = [
     "exp2", "explain", "key_padding", "log", "log2", "maximum", "merge", "minimum", "prefix", "relative", "sink_tokens",
     "softcap", "stream", "t5_bucket", "tanh", "where", "window",
 ]  # fmt: skip
+
+if not TYPE_CHECKING:  # to a type checker, names that are not there stay errors
+
+    def __getattr__(name: str) -> Any:
+        """`tilewise.compat` and `tilewise.nn` are imported when they are first named."""
+        if name not in ("compat", "nn"):
+            raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
+        import importlib
+
+        return importlib.import_module(f"tilewise.{name}")
