@@ -252,6 +252,10 @@ THREE = {
     "window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, "
     "num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False",
     "flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None",
+    "get_scheduler_metadata": "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, "
+    "cache_seqlens, qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, "
+    "cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), attention_chunk=0, "
+    "has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0",
 }
 FOUR = {
     "flash_attn_func": "q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, "

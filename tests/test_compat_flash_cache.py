@@ -226,6 +226,20 @@ def test_packed_queries_and_packed_new_keys(rotary, packed_new):
         assert torch.equal(mine, twin)
 
 
+def test_chunks_turn_each_query_at_its_own_position():
+    """As a window does: to the original both are local attention. Here neither hides a key."""
+    q, k, v = torch.randn(1, 3, 4, 16), *(torch.randn(1, 3, 2, 16) for _ in range(2))
+    angle = torch.rand(40, 8)
+    cache = [torch.randn(1, 32, 2, 16) for _ in range(2)]
+    given = {"k": k, "v": v, "rotary_cos": angle.cos(), "rotary_sin": angle.sin(), "cache_seqlens": 9}
+    chunk, window, neither = (
+        fa3.flash_attn_with_kvcache(q, *(t.clone() for t in cache), **given, **options)
+        for options in ({"attention_chunk": 64}, {"window_size": (64, 64)}, {})
+    )
+    torch.testing.assert_close(chunk, window)
+    assert not torch.allclose(chunk, neither)
+
+
 def test_values_beside_the_query():
     """qv adds qv . v to the scores of the cache."""
     q, qv, cache = (

@@ -186,7 +186,8 @@ def flash_attn_with_kvcache(
         rotary = fc.Rotary(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
     options = spell(visible(causal, window_size, attention_chunk), terms(softcap), softmax_scale, False)
     step = fc.Step(q, k, v, qv, cu_seqlens_q, cu_seqlens_k_new)
-    out, lse = fc.attend(step, cache, rotary, options, moving=causal or max(window_size) >= 0)
+    moving = causal or max(window_size) >= 0 or attention_chunk > 0
+    out, lse = fc.attend(step, cache, rotary, options, moving=moving)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -214,6 +215,13 @@ def flash_attn_combine(
     return (result if out is None else out.copy_(result)), merged.lse[0]
 
 
-def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
+def get_scheduler_metadata(
+    batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int, headdim: int,
+    cache_seqlens: Tensor, qkv_dtype: torch.dtype = torch.bfloat16, headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None, cache_leftpad: Tensor | None = None,
+    page_size: int | None = None, max_seqlen_k_new: int = 0, causal: bool = False, window_size: Window = (-1, -1),
+    attention_chunk: int = 0, has_softcap: bool = False, num_splits: int = 0, pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> None:  # fmt: skip
     """None: there is no schedule to prepare, and every function takes scheduler_metadata=None."""
     return None

@@ -203,7 +203,7 @@ def _rotated_query(step: Step, present: Tensor, rotary: Rotary | None, moving: b
 def attend(step: Step, cache: Cache, rotary: Rotary | None, options: dict[str, Any], *, moving: bool) -> Pair:
     """Append step.k and step.v, then attention of step.q over the cache.
 
-    `moving`: whether the mask depends on q's row (causal or window), which decides q's rotary positions.
+    `moving`: whether the mask depends on q's row (causal, window, chunk), which decides q's rotary positions.
 
     Returns: out in q's layout, lse (B, H, N) or (H, T).
     """
