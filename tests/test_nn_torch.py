@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -65,6 +66,18 @@ OPTIONS = {
     "zero": {"add_zero_attn": True},
     "all": {"add_bias_kv": True, "add_zero_attn": True, "kdim": 5, "vdim": 8},
 }
+
+
+@pytest.mark.parametrize("name", ["__init__", "forward"])
+def test_arguments_come_in_torchs_order(name):
+    ours, theirs = (
+        inspect.signature(getattr(kind, name)).parameters
+        for kind in (twnn.MultiheadAttention, torch.nn.MultiheadAttention)
+    )
+    positional = [p.name for p in ours.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional == list(theirs)
+    for key, parameter in theirs.items():
+        assert parameter.default in (ours[key].default, parameter.empty)
 
 
 @pytest.mark.parametrize("batch_first", [False, True], ids=["nbe", "bne"])

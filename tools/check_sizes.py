@@ -25,6 +25,7 @@ FOLDERS = ("tilewise", "tests", "tools", "benchmarks", "examples")
 FILE, KERNEL_FILE, FUNCTION, KERNEL, PARAMETERS = 400, 500, 60, 150, 7
 KERNEL_PACKAGES = ("tilewise/backends/cpu/", "tilewise/backends/triton/", "tilewise/backends/hopper/")
 SHIMS = ("tilewise/compat/",)
+TORCH = "the parameters of torch.nn.MultiheadAttention, in its order"
 OP = "the parameters of the registered op, named as its schema names them"
 EXCEPTIONS: dict[str, str] = {
     # "file" or "file::qualified name": why
@@ -33,6 +34,8 @@ EXCEPTIONS: dict[str, str] = {
     "tilewise/ops.py::_backward_op": OP,
     "tilewise/ops.py::_backward_fake": OP,
     "tilewise/ops.py::Hvp.forward": "an autograd Function takes its tensors positionally",
+    "tilewise/nn/multihead.py::MultiheadAttention.__init__": TORCH,
+    "tilewise/nn/multihead.py::MultiheadAttention.forward": TORCH,
     "tests/test_semantics.py": "one test for each row of the semantics table, read side by side with it",
     "tests/test_errors.py::qkv": "the sizes of q, k and v in the order of their dimensions",
 }

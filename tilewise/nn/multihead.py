@@ -49,11 +49,10 @@ class MultiheadAttention(nn.Module):
     _qkv_same_embed_dim = False
 
     def __init__(
-        self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, *,
-        num_heads_kv: int | None = None, head_dim: int | None = None, add_bias_kv: bool = False,
+        self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, add_bias_kv: bool = False,
         add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None, batch_first: bool = False,
-        device: Any = None, dtype: torch.dtype | None = None, sink: bool = False, qk_norm: bool = False,
-        **attention: Any,
+        device: Any = None, dtype: torch.dtype | None = None, *, num_heads_kv: int | None = None,
+        head_dim: int | None = None, sink: bool = False, qk_norm: bool = False, **attention: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         heads_kv = num_heads if num_heads_kv is None else num_heads_kv
@@ -119,7 +118,7 @@ class MultiheadAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None,
         key_padding_mask: Tensor | None = None, need_weights: bool = True, attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True, *, is_causal: bool = False, context: Tensor | None = None,
+        average_attn_weights: bool = True, is_causal: bool = False, *, context: Tensor | None = None,
         mask: Mask | Tensor | None = None, scores: ScoreTerm | Sequence[ScoreTerm] = (), **options: Any,
     ) -> Any:  # fmt: skip
         """Two forms: (x, context=None, mask, scores, cache, ...) -> out, and torch's (query, key, value, ...) -> pair.
