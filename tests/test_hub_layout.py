@@ -47,6 +47,7 @@ rows = [t[0].transpose(0, 1) for t in (q, k, v)]
 assert kernel.flash_attn_varlen_func(*rows, cu, cu, 12, 12, causal=True).shape == rows[0].shape
 compiled = torch.compile(lambda *t: kernel.attention(*t, mask=kernel.causal()), backend="eager", fullgraph=True)
 assert torch.allclose(compiled(q, k, v), truth.transpose(1, 2), atol=1e-6)
+assert kernel.nn.Attention is not tilewise.nn.Attention
 older = load(variant / "tilewise", "older_path")
 assert older.attention is kernel.attention and set(older.__all__) == set(kernel.__all__)
 print("runs")

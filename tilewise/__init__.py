@@ -60,7 +60,7 @@ if not TYPE_CHECKING:  # to a type checker, names that are not there stay errors
     def __getattr__(name: str) -> Any:
         """`tilewise.compat` and `tilewise.nn` are imported when they are first named."""
         if name not in ("compat", "nn"):
-            raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         import importlib
 
-        return importlib.import_module(f"tilewise.{name}")
+        return importlib.import_module(f"{__name__}.{name}")

@@ -28,7 +28,7 @@ if not TYPE_CHECKING:  # to a type checker, names that are not there stay errors
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:
-            raise AttributeError(f"module 'tilewise.compat' has no attribute {name!r}")
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         import importlib
 
-        return importlib.import_module(f"tilewise.compat.{name}")
+        return importlib.import_module(f"{__name__}.{name}")
