@@ -27,10 +27,11 @@ LONG = [
     (512, 127),
     (200, 1025),
 ]
+LONGEST = [(2048, 2048), (64, 2048), (16, 20000), (20000, 16), (16, 100000), (768, 768)]
 AXES = {
     "dtype": [torch.float16, torch.bfloat16],
     "heads": [(6, 6), (6, 1), (6, 2)],
-    "dim": [32, 40, 59, 64, 80, 111, 128, 256],
+    "dim": [32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256],
     "causal": [False, True],
     "local": [False, True],
     "alibi": [False, True, "per batch"],
@@ -89,6 +90,16 @@ def test_dense(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", thin(36, 1, pair=LONG, **{**AXES, "heads": [(2, 2), (2, 1)]}), ids=short)
 def test_dense_full(case):
+    check_dense(case, case["pair"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    thin(6, 13, pair=LONGEST, **{**AXES, "heads": [(2, 1)], "dim": [32, 64], "alibi": [False, True]}),
+    ids=short,
+)
+def test_dense_longest(case):
     check_dense(case, case["pair"])
 
 

@@ -14,14 +14,14 @@ from tilewise.compat import flash_attn3 as fa3
 AXES = {
     "dtype": [torch.float16, torch.bfloat16],
     "heads": [(6, 6), (6, 1), (6, 3)],
-    "dim": [32, 59, 64, 80, 128],
+    "dim": [32, 59, 64, 80, 128, 256],
     "new": [True, True, False],
     "causal": [False, True],
     "local": [False, True],
     "alibi": [False, True],
     "interleaved": [False, True],
     "fraction": [0.0, 0.5, 1.0],
-    "layout": ["plain", "rows", "leftpad", "rows leftpad", "page 1", "page 4", "page 64"],
+    "layout": ["plain", "rows", "leftpad", "rows leftpad", "page 1", "page 4", "page 64", "page 256"],
     "lengths": [(1, 128), (1, 339), (3, 200), (16, 128), (64, 80), (128, 128)],
 }
 
