@@ -7,7 +7,7 @@ import torch
 
 import tilewise as tw
 from tilewise import quick
-from tilewise.errors import ShapeError, TilewiseError
+from tilewise.errors import OptionError, ShapeError, TilewiseError
 
 pytest.importorskip("numba")
 
@@ -186,3 +186,62 @@ def test_the_store_is_bounded(monkeypatch):
     for n in range(1, 12):
         tw.attention(*draw(1, 1, n, 8), backend="cpu")
     assert len(quick.ready) <= 4
+
+
+def test_scores_that_can_be_read_once_are_all_applied():
+    q, k, v = draw(1, 2, 9, 16)
+    bias = torch.randn(1, 2, 9, 9)
+    want = tw.attention(q, k, v, scores=tw.bias(bias), backend="blockwise")
+    for _ in range(3):
+        got = tw.attention(q, k, v, scores=(tw.bias(t) for t in [bias]), backend="cpu")
+        torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"q_offset": True}, {"q_offset": 1.0}, {"k_offset": True}, {"h_offset": True}, {"dropout": False}],
+    ids=str,
+)
+def test_what_equals_a_number_and_is_none_is_refused_after_the_number(options):
+    q, k, v = draw(1, 2, 9, 16)
+    for _ in range(2):
+        tw.attention(q, k, v, backend="cpu", q_offset=1, k_offset=1, h_offset=1)
+    with pytest.raises(OptionError):
+        tw.attention(q, k, v, backend="cpu", **{"q_offset": 1, "k_offset": 1, "h_offset": 1} | options)
+
+
+@pytest.mark.parametrize("other", [torch._neg_view, lambda t: torch._efficientzerotensor(t.shape)])
+@pytest.mark.parametrize("at", range(5))
+def test_numbers_that_memory_does_not_hold_are_read(other, at):
+    tensors = [*draw(1, 2, 9, 16), torch.randn(1, 2, 9, 9), torch.randn(2)]
+
+    def run(q, k, v, bias, sink, backend="cpu"):
+        return tw.attention(q, k, v, scores=tw.bias(bias), sink=sink, backend=backend)
+
+    run(*tensors), run(*tensors)
+    want = [*tensors]
+    want[at] = other(tensors[at]) + torch.zeros_like(tensors[at])
+    tensors[at] = other(tensors[at])
+    for _ in range(2):
+        torch.testing.assert_close(run(*tensors), run(*want, backend="blockwise"), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("at", range(2))
+def test_gradients_whose_numbers_memory_does_not_hold_are_read(at):
+    q, k, v = (x.requires_grad_() for x in draw(1, 2, 70, 16))
+    given = [torch.randn(1, 2, 70, 16), torch.randn(1, 2, 70)]
+    turned = [torch._neg_view(-g) if n == at else g for n, g in enumerate(given)]
+    results = tw.attention(q, k, v, return_lse=True, backend="cpu")
+    got = torch.autograd.grad(results, (q, k, v), turned, retain_graph=True)
+    want = torch.autograd.grad(results, (q, k, v), given)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+
+
+def test_a_bias_that_is_the_imaginary_part_of_a_conjugate():
+    q, k, v = draw(1, 2, 9, 16)
+    z = torch.randn(1, 2, 9, 9, dtype=torch.complex64)
+    for _ in range(2):
+        got = tw.attention(q, k, v, scores=tw.bias(z.conj().imag), backend="cpu")
+        want = tw.attention(q, k, v, scores=tw.bias(-z.imag), backend="blockwise")
+        torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)

@@ -96,7 +96,7 @@ def attention(
     Source: Dao et al., FlashAttention, 2022, https://arxiv.org/abs/2205.14135.
     """
     key = None
-    if out is None and isinstance(dropout, (float, int)) and not dropout:
+    if out is None and type(dropout) in (float, int) and not dropout:
         options = (
             scale,
             q_offset,

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from tilewise.backends.protocol import Gradients, Needs
 from tilewise.checks import check_values
 from tilewise.dispatch import choose
-from tilewise.problem import Inputs, Problem, decode_inputs, decode_problem, empty_in_order
+from tilewise.problem import Inputs, Problem, decode_inputs, decode_problem, empty_in_order, in_memory
 from tilewise.vmap import batch_backward, batch_by_loop, batch_forward, refuse_old_vmap
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def _decode(tensors: Sequence[Tensor], seed: Tensor | None, numbers: Numbers) -> tuple[Problem, Inputs]:
-    q, k, v, *leaves = tensors
+    q, k, v, *leaves = [in_memory(t) for t in tensors]
     problem = decode_problem(q, k, v, leaves, numbers.text)
     return problem, decode_inputs(problem, (q, k, v, leaves), numbers.ints, numbers.floats, seed)
 
@@ -70,6 +70,8 @@ def run_backward(
     """Gradients of those tensors for which `needs` is True, in order."""
     problem, inputs = _decode(tensors, seed, numbers)
     problem = problem.with_gradient()
+    out, lse, do = map(in_memory, (*saved, grads[0]))
+    dlse = None if grads[1] is None else in_memory(grads[1])
     if problem.options.subset:  # no forward has looked at this call
         check_values(problem, inputs)
     num = len(problem.spec.leaves)
@@ -77,7 +79,7 @@ def run_backward(
         needs[0], needs[1], needs[2], tuple(needs[3 : 3 + num]), problem.spec.sink and needs[3 + num]
     )
     with _own_precision(inputs.q):
-        found = choose(problem).backward(problem, inputs, saved, grads, wanted)
+        found = choose(problem).backward(problem, inputs, (out, lse), (do, dlse), wanted)
     return _select(_in_order(found, len(tensors)), tensors, needs)
 
 

@@ -185,6 +185,19 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor, layout: str, num_sequences: int = 
     return Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
 
 
+def is_lazy(t: Tensor) -> bool:
+    """Whether t's numbers are not what its memory holds: a view whose sign torch turns when it is read, as `.imag`
+    of a conjugate is, or zeros without memory."""
+    return t.is_neg() or t._is_zerotensor()
+
+
+def in_memory(t: Tensor) -> Tensor:
+    """t, or a copy that holds its numbers, for code that reads memory by address."""
+    if t._is_zerotensor():
+        return t.new_zeros(t.shape)
+    return t.resolve_neg()
+
+
 def decode_problem(q: Tensor, k: Tensor, v: Tensor, leaves: Sequence[Tensor], text: str) -> Problem:
     """The problem a call poses (also on fake tensors)."""
     spec, options = _read(text)

@@ -3,7 +3,8 @@
 Validation, text and dispatch depend on everything about a call but the tensors' contents and addresses. So the
 first call of a kind goes the long way; then its backend may `prepare` a function for its like, found here by a
 key of shapes, strides, types, devices, the spec's text and numbers, and the options. What is not plain (compiled,
-transformed or autocast code, tensor subclasses, dropout, offsets in tensors) always goes the long way.
+transformed or autocast code, tensor subclasses, dropout, offsets in tensors, numbers that memory does not hold as
+they are) always goes the long way.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from torch.autograd import forward_ad
 
 from tilewise.dispatch import choose, registry
 from tilewise.ops import Attention, Numbers, apply
-from tilewise.problem import decode_inputs, decode_problem
+from tilewise.problem import decode_inputs, decode_problem, is_lazy
 from tilewise.spec.masks import as_mask
-from tilewise.spec.scores import as_terms
+from tilewise.spec.scores import ScoreTerm, as_terms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +55,8 @@ def key_of(
 ) -> tuple[tuple[Any, ...] | None, Sequence[Tensor]]:
     """(key, the call's tensors after q, k and v); the key is None for a call that always goes the long way.
 
-    options: scale, q_offset, k_offset, and the rest of the keywords that are no tensors, in a fixed order.
+    options: scale, q_offset, k_offset, h_offset, and the rest of the keywords that are no tensors, in a fixed order.
+    True and 1.0 equal 1 and are refused as offsets: the key holds the offsets' types.
     """
     if (
         is_compiling()
@@ -64,6 +66,9 @@ def key_of(
         or transforms_active()
         or len_dispatch_stack()
         or forward_ad._current_level >= 0
+        or is_lazy(q)
+        or is_lazy(k)
+        or is_lazy(v)
     ):
         return None, ()
     if q.is_cpu and k.is_cpu and v.is_cpu:
@@ -90,7 +95,7 @@ def key_of(
             return None, ()
     key = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
-        device, spec, options, registry.version,
+        device, spec, options, type(options[1]), type(options[2]), type(options[3]), registry.version,
     )  # fmt: skip
     return key, extra
 
@@ -104,6 +109,8 @@ def _spec_key(mask: Any, scores: Any, sink: Any, extra: list[Tensor]) -> tuple[A
             spec = (term.text, term.ints, term.floats)
             extra += term.leaves
     if scores is not None and scores != ():
+        if not isinstance(scores, (ScoreTerm, tuple, list)):  # one that can be read only once
+            return None
         for score in as_terms(scores):
             spec += (score.term.text, score.term.ints, score.term.floats)
             extra += score.term.leaves
@@ -113,7 +120,7 @@ def _spec_key(mask: Any, scores: Any, sink: Any, extra: list[Tensor]) -> tuple[A
         spec += ("sink",)
         extra.append(sink)
     for t in extra:
-        if type(t) not in _PLAIN:
+        if type(t) not in _PLAIN or is_lazy(t):
             return None
         spec += (t.shape, t.stride(), t.dtype, t.device)
     return spec
