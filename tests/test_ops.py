@@ -372,3 +372,14 @@ def test_checkpoint(reentrant):
         again = [x.grad for x in leaves]
     for a, b in zip(plain, again, strict=True):
         assert torch.equal(a, b)
+
+
+def test_recorders_see_the_op_of_a_call_on_real_tensors():
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    q, k, v = (torch.randn(1, 2, 9, 16) for _ in range(3))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(tw.attention(q, k, v), FakeTensor)
+    graph = make_fx(lambda q, k, v: tw.attention(q, k, v, mask=tw.causal()))(q, k, v)
+    torch.testing.assert_close(graph(v, q, k), tw.attention(v, q, k, mask=tw.causal()))

@@ -103,12 +103,9 @@ def _direction(problem: Problem, dots: Sequence[Tensor | None]) -> Direction:
 
 
 def run_jvp(
-    tensors: Sequence[Tensor],
-    seed: Tensor | None,
-    numbers: Numbers,
-    saved: tuple[Tensor, Tensor],
+    tensors: Sequence[Tensor], seed: Tensor | None, numbers: Numbers, saved: tuple[Tensor, Tensor],
     dots: Sequence[Tensor | None],
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Tangents of (out, lse) along `dots`, one per tensor or None."""
     from tilewise.backends.reference.second_order import jvp
 
@@ -366,15 +363,17 @@ class Hvp(torch.autograd.Function):
         return batch_by_loop(Hvp, info, in_dims, *args)
 
 
+# These modes see ops, and give real tensors fake results.
+_RECORDERS = [getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")]
+
+
 def _goes_through_op(tensors: Sequence[Tensor]) -> bool:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or any(torch._C._get_dispatch_mode(m) is not None for m in _RECORDERS):
         return True
     # Only what dispatches by itself (fake, functional, distributed tensors) needs the op; a subclass that merely
     # renames Tensor keeps its forward mode, second order and vmap.
-    return any(
-        type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ or x.device.type == "meta"
-        for x in tensors
-    )
+    own = Tensor.__torch_dispatch__
+    return any(type(x).__torch_dispatch__ is not own or x.device.type == "meta" for x in tensors)
 
 
 def _refuse_forward_mode() -> None:
