@@ -316,12 +316,16 @@ def lay_out(
     return tasks, most
 
 
-def link_spec(block: Block, problem: Problem, inputs: Inputs, found: list[Piece], slots: Slots) -> None:
-    """Point the block at the spec's code and data."""
+def link_code(block: Block, problem: Problem, slots: Slots) -> None:
+    """Point the block at the spec's code. A masked tile needs the fold even where there is no term."""
     code = fold.forward_code(detect(), problem.spec, slots, bool(block.values[P.packed]))
     for name in ("classify", "fold_full", "fold_partial"):
         block.set(getattr(P, name), code.get(name, 0))
-    # A masked tile needs the fold even where there is no term; a full one only with terms.
+
+
+def link_spec(block: Block, problem: Problem, inputs: Inputs, slots: Slots) -> None:
+    """Point the block at the spec's code and data."""
+    link_code(block, problem, slots)
     leaves = [t.detach() for t in inputs.leaves]
     block.alive += leaves
     block.table(P.spec, fill(slots, leaves, inputs.ints, inputs.floats))

@@ -219,7 +219,7 @@ def backward(
             P.part_dq,
             torch.empty(splits * tiles * dq_rows(problem) * BLOCK_ROWS, dtype=torch.float32, device="cpu"),
         )
-        link_spec(block, problem, inputs, found, slots)
+        link_spec(block, problem, inputs, slots)
         code = fold_slopes.backward_code(isa, problem.spec, slots, packs(problem), wanted)
         block.set(P.slopes_full, code.get("slopes_full", 0))
         block.set(P.slopes_partial, code.get("slopes_partial", 0))

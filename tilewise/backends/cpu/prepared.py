@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tilewise.backends.cpu import fold, launch, pool
+from tilewise.backends.cpu import launch, pool
 from tilewise.backends.cpu.isa import detect
 from tilewise.backends.cpu.parameters import P
 from tilewise.backends.cpu.slots import fill
@@ -95,9 +95,7 @@ class Forward:
         block.set(P.total_rows, rows)
         self._part_rows = self._splits * s.num_heads_q * rows
         self._dim_v = s.head_dim_v
-        code = fold.forward_code(isa, problem.spec, slots, bool(block.values[P.packed]))
-        for name in ("classify", "fold_full", "fold_partial"):
-            block.set(getattr(P, name), code.get(name, 0))
+        launch.link_code(block, problem, slots)
         self._table = fill(slots, inputs.leaves, inputs.ints, inputs.floats)
         self._leaf_at = slots.leaf_at
         self._with_sink = problem.spec.sink
