@@ -157,17 +157,16 @@ class Forward:
         except IndexError:
             scratch = _new_scratch(size)
         values[_SCRATCH] = scratch[1]
-        values[_TASK] = values[_THREAD] = values[_FLAG] = 0
+        values[_FLAG] = 0
         if self._turn_tasks:
             # 64 bytes are one line of the cache and one row of a tile.
             turned = torch.empty(self._turned_bytes + 64, dtype=torch.uint8, device="cpu")
             values[P.turned_v] = (turned.data_ptr() + 63) & -64
-            self._run_one(self._turn, block, self._turn_tasks, threads)
+            block.run(self._turn, self._turn_tasks, threads)
         if self._splits > 1:
             self._run_split(block, threads)
         else:
-            values[_NUM_TASKS] = self._tasks
-            pool.run_parallel(self._forward, block.address, threads)
+            block.run(self._forward, self._tasks, threads)
         finite = values[_FLAG] == 0
         if self._keeps_scratch:
             free.append(scratch)
@@ -220,18 +219,10 @@ class Forward:
 
         return run
 
-    @staticmethod
-    def _run_one(function: int, block: _Block, tasks: int, threads: int) -> None:
-        values = block.values
-        values[_TASK] = values[_THREAD] = 0
-        values[_NUM_TASKS] = tasks
-        pool.run_parallel(function, block.address, min(threads, tasks))
-        values[_TASK] = values[_THREAD] = 0
-
     def _run_split(self, block: _Block, threads: int) -> None:
         """Parts by key split, then their merge."""
         part = torch.empty(self._part_rows * (self._dim_v + 1), dtype=torch.float32, device="cpu")
         block.values[P.part_out] = part.data_ptr()
         block.values[P.part_lse] = part.data_ptr() + 4 * self._part_rows * self._dim_v
-        self._run_one(self._forward, block, self._tasks, threads)
-        self._run_one(self._combine, block, self._combine_tasks, threads)
+        block.run(self._forward, self._tasks, threads)
+        block.run(self._combine, self._combine_tasks, threads)
