@@ -1,7 +1,7 @@
 """Train a small character-level GPT on Python's own documentation, with Tilewise and with PyTorch's SDPA side by side.
 
     python examples/gpt.py                           two runs on the CPU, minutes; needs numba for the quick backend
-    python examples/gpt.py --backend auto --device cuda --width 384 --layers 6 --context 1024
+    python examples/gpt.py --backend auto --device cuda --dtype bfloat16 --width 384 --heads 6 --layers 6 --context 1024
     python examples/gpt.py --seeds 3 --plot loss.png loss curves of three seeds (matplotlib)
 
 Both models start from the same weights and see the same batches; their steps alternate, so that the tokens per second
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
+import json
 import statistics
 import time
 from pathlib import Path
@@ -113,6 +114,7 @@ def synchronise(device: torch.device) -> None:
 def train(data: Tensor, vocabulary: int, options: argparse.Namespace, seed: int) -> dict[str, dict[str, Any]]:
     """Both models, step by step in turn: losses and seconds of each step, and the trained model."""
     runs: dict[str, dict[str, Any]] = {}
+    dtype = getattr(torch, options.dtype)
     for kind in options.attention:
         torch.manual_seed(seed)
         model = GPT(vocabulary, options, kind).to(options.device)
@@ -128,8 +130,9 @@ def train(data: Tensor, vocabulary: int, options: argparse.Namespace, seed: int)
             synchronise(batch.device)
             before = time.perf_counter()
             run["optimiser"].zero_grad()
-            logits = run["model"](batch[:, :-1])
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+            with torch.autocast(batch.device.type, dtype, enabled=dtype != torch.float32):
+                logits = run["model"](batch[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
             loss.backward()
             run["optimiser"].step()
             run["losses"].append(float(loss.detach()))
@@ -203,11 +206,15 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
         "--backend", default="cpu", help="Tilewise's backend: cpu (compiled), auto, blockwise, ..."
     )
     parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: autocast"
+    )
     for name, value in (("steps", 300), ("batch", 4), ("context", 256), ("width", 128), ("heads", 4), ("layers", 3),
                         ("seeds", 1), ("sample", 200)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--plot", metavar="FILE")
+    parser.add_argument("--output", metavar="FILE", help="add the result to this file as a line of JSON")
     return parser.parse_args(given)
 
 
@@ -234,7 +241,23 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
             vocabulary[c] for c in runs["tilewise"]["model"].write(start, options.sample)[0].tolist()
         )
         print(result["sample"])
+    if options.output:
+        write_line(result, options)
     return result
+
+
+def write_line(result: dict[str, Any], options: argparse.Namespace) -> None:
+    """Add a run to a file of JSON lines: the machine, the options, rates, last losses, gaps, and every tenth loss."""
+    from tilewise.cli.machine import describe
+
+    line: dict[str, Any] = {"machine": describe(), "when": time.strftime("%Y-%m-%d %H:%M")}
+    line["options"] = {name: value for name, value in vars(options).items() if name not in ("plot", "output")}
+    for kind in options.attention:
+        thinned = [[round(loss, 6) for loss in losses[::10]] for losses in result[kind]["losses"]]
+        line[kind] = {**result[kind], "losses": thinned}
+    line |= {name: result[name] for name in ("attention_gap", "seed_gap") if name in result}
+    with Path(options.output).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ VOCAB, WIDTH, HEADS = 23, 16, 4
 
 
 class Block(nn.Module):
-    def __init__(self, dropout: float, sdpa: bool, bare: bool) -> None:
+    def __init__(self, dropout: float, sdpa: bool, bare: bool, backend: str) -> None:
         super().__init__()
         self.attention = twnn.MultiheadAttention(
-            WIDTH, HEADS, num_heads_kv=2, dropout=dropout, backend="blockwise",
+            WIDTH, HEADS, num_heads_kv=2, dropout=dropout, backend=backend,
             **({} if bare else {"mask": tw.causal(), "rotary": twnn.Rotary(4)}),
         )  # fmt: skip
         self.sdpa = sdpa
@@ -27,7 +27,7 @@ class Block(nn.Module):
             return self.attention(x)
         own = self.attention
         q, k, v = own.project(x, x, x)
-        at = torch.arange(x.shape[1])
+        at = torch.arange(x.shape[1], device=x.device)
         q, k = own.attention.rotary(q, at), own.attention.rotary(k, at)
         out = nn.functional.scaled_dot_product_attention(q, k.to(q.dtype), v, is_causal=True, enable_gqa=True)
         return own.out_proj(out.transpose(1, 2).flatten(2))
@@ -41,12 +41,13 @@ class SmallGPT(nn.Module):
     """tokens (B, N) -> logits (B, N, VOCAB); `bare` has neither mask nor positions."""
 
     def __init__(
-        self, layers: int = 2, dropout: float = 0.0, *, sdpa: bool = False, bare: bool = False
-    ) -> None:
+        self, layers: int = 2, dropout: float = 0.0, *, sdpa: bool = False, bare: bool = False,
+        backend: str = "blockwise",
+    ) -> None:  # fmt: skip
         super().__init__()
         torch.manual_seed(5)
         self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList([Block(dropout, sdpa, bare) for _ in range(layers)])
+        self.blocks = nn.ModuleList([Block(dropout, sdpa, bare, backend) for _ in range(layers)])
         self.head = nn.Linear(WIDTH, VOCAB)
         self.checkpoint: bool | None = None  # None, or use_reentrant
 
