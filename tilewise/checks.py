@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tilewise.spec.attention import AttentionSpec
 
 DENSE = {"q": "(B, H, N_q, D)", "k": "(B, H_kv, N_k, D)", "v": "(B, H_kv, N_k, D_v)"}
+FLOAT8 = torch.float8_e4m3fn
 PACKED = {"q": "(T_q, H, D)", "k": "(T_k, H_kv, D)", "v": "(T_k, H_kv, D_v)"}
 
 
@@ -59,6 +60,81 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
         raise ShapeError(message("k and v have one number of heads H_kv", given))
     if (heads % heads_kv if heads_kv else heads) != 0:
         raise ShapeError(message("H is a multiple of H_kv: each KV head serves H / H_kv query heads", given))
+
+
+def check_pools(q: Tensor, k: Tensor, v: Tensor, other: Mapping[str, Tensor | None]) -> None:
+    """Raise unless q reads from these pools.
+
+    Args:
+        q: (B, H, N_q, D), or (T, H, D) where `other` has cu_seqlens_q.
+        k, v: (P, H_kv, page_size, D) and (P, H_kv, page_size, D_v).
+        other: block_table (B, M), seqused_q, seqused_k, leftpad_k (B,), k_scale, v_scale (H_kv,) or (P, H_kv).
+    """
+    for name, t in {"q": q, "k": k, "v": v}.items():
+        if not isinstance(t, Tensor):
+            raise DTypeError(f"{name} is a tensor, not {type(t).__name__}")
+    packed = other["cu_seqlens_q"] is not None
+    if q.ndim != (3 if packed else 4) or k.ndim != 4 or v.ndim != 4:
+        shape = PACKED["q"] if packed else DENSE["q"]
+        rule = f"q is {shape}; the pools are (P, H_kv, page_size, D) and (P, H_kv, page_size, D_v)"
+        raise ShapeError(message(rule, {"q": q, "k": k, "v": v}))
+    pools = {"k": k, "v": v}
+    lookup(q.dtype)
+    eighth = k.dtype == FLOAT8 and q.dtype in (torch.float16, torch.bfloat16)
+    if k.dtype != v.dtype or not (k.dtype == q.dtype or eighth):
+        rule = "the cache has q's dtype, or float8_e4m3fn with q in float16 or bfloat16"
+        raise DTypeError(message(rule, {"q": q, **pools}))
+    if eighth and (k.requires_grad or v.requires_grad):
+        raise OptionError("float8 is for storage: keys and values in it have no gradients")
+    if k.shape[:3] != v.shape[:3] or k.shape[3] != q.shape[-1] or not k.shape[2]:
+        rule = "k and v have the same pages, heads and page size (at least 1), and k has q's head size"
+        raise ShapeError(message(rule, {"q": q, **pools}))
+    heads, heads_kv = q.shape[-2 if packed else 1], k.shape[1]
+    if (heads % heads_kv if heads_kv else heads) != 0:
+        raise ShapeError(
+            message("H is a multiple of H_kv: each KV head serves H / H_kv query heads", {"q": q, **pools})
+        )
+    if any(t.stride(-1) != 1 and t.shape[-1] > 1 for t in (k, v)):
+        raise ShapeError(message("a key's entries lie next to each other: the last stride is 1", pools))
+    _check_pool_tables(q, pools, other)
+
+
+def _check_pool_tables(q: Tensor, pools: Mapping[str, Tensor], other: Mapping[str, Tensor | None]) -> None:
+    cu_seqlens, table = other["cu_seqlens_q"], other["block_table"]
+    if cu_seqlens is not None:
+        check_int_tensor("cu_seqlens_q", cu_seqlens)
+        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
+            raise ShapeError(message("cu_seqlens_q has shape (B + 1,)", {"cu_seqlens_q": cu_seqlens}))
+    batch = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    for name in ("seqused_q", "seqused_k", "leftpad_k"):
+        t = other[name]
+        if t is not None:
+            check_int_tensor(name, t)
+            if t.ndim != 1 or t.shape[0] != batch:
+                raise ShapeError(message(f"{name} has one number per sequence, ({batch},)", {name: t}))
+    if table is None:
+        if pools["k"].shape[0] < batch:
+            raise ShapeError(
+                message("without block_table sequence b is page b of the pools", {"q": q, **pools})
+            )
+    else:
+        if table.is_floating_point() or table.dtype == torch.bool:
+            raise DTypeError(message("block_table holds integers", {"block_table": table}))
+        if table.ndim != 2 or table.shape[0] != batch:
+            raise ShapeError(
+                message(f"block_table has one row per sequence, ({batch}, M)", {"block_table": table})
+            )
+    pages, heads_kv = pools["k"].shape[:2]
+    for name in ("k_scale", "v_scale"):
+        t = other[name]
+        if t is None:
+            continue
+        if not t.is_floating_point():
+            raise DTypeError(message(f"{name} holds factors", {name: t}))
+        if tuple(t.shape) not in ((heads_kv,), (pages, heads_kv)):
+            rule = f"{name} has shape (H_kv,) = ({heads_kv},) or (P, H_kv) = ({pages}, {heads_kv})"
+            raise ShapeError(message(rule, {name: t, **pools}))
+    check_leaves(q, {**pools, **{name: t for name, t in other.items() if isinstance(t, Tensor)}})
 
 
 def check_leaves(q: Tensor, leaves: Mapping[str, Tensor | None]) -> None:
@@ -182,6 +258,45 @@ def _check_used(name: str, used: Tensor | None, cu_seqlens: Tensor | None) -> No
             raise ShapeError(f"{name} is from 0 to the sequence's length\n  sequence {b}: {u} used of {n}")
 
 
+def _most(lengths: Tensor | None, capacity: int) -> int | None:
+    """Longest sequence of a cached call, if that can be seen without a sync."""
+    if lengths is None:
+        return capacity
+    return max(lengths.tolist(), default=0) if lengths.device.type == "cpu" else None
+
+
+def check_lengths(problem: Problem, inputs: Inputs) -> None:
+    """Raise ShapeError for lengths and pages of a cached call that leave their tensors; looked at on the CPU."""
+    if inputs.k.device.type != "cpu":
+        return
+    capacity, rows = problem.shape.seqlen_k, problem.shape.seqlen_q
+    limits = {"seqused_k": (inputs.seqused_k, capacity), "leftpad_k": (inputs.leftpad_k, capacity)}
+    if problem.options.layout == "dense":
+        limits["seqused_q"] = (inputs.seqused_q, rows)
+    for name, (lengths, most) in limits.items():
+        for b, n in enumerate(() if lengths is None else lengths.tolist()):
+            if not 0 <= n <= most:
+                raise ShapeError(f"{name} is from 0 to {most}\n  sequence {b}: {n}")
+    if inputs.block_table is not None:
+        spans = (inputs.leftpad_k, inputs.seqused_k)
+        check_pages(inputs.block_table, problem.page_size, inputs.k.shape[0], spans)
+
+
+def check_pages(
+    table: Tensor, page_size: int, pages: int, spans: tuple[Tensor | None, Tensor | None]
+) -> None:
+    """Raise ShapeError unless every page that holds keys from spans[0] to spans[1] exists."""
+    first = torch.arange(table.shape[1]) * page_size
+    wrong = (table < 0) | (table >= pages)
+    if spans[0] is not None:
+        wrong = wrong & (first + page_size > spans[0][:, None])
+    if spans[1] is not None:
+        wrong = wrong & (first < spans[1][:, None])
+    if bool(wrong.any()):
+        b, page = wrong.nonzero()[0].tolist()
+        raise ShapeError(f"page {page} of sequence {b} is {int(table[b, page])}, and there are {pages} pages")
+
+
 def check_values(problem: Problem, inputs: Inputs) -> None:
     """Raise ShapeError for lengths that leave their tensor and for leaves that do not fit the call."""
     shape = problem.shape
@@ -192,11 +307,15 @@ def check_values(problem: Problem, inputs: Inputs) -> None:
         _check_cu_seqlens("cu_seqlens_k", inputs.cu_seqlens_k, "T_k", shape.seqlen_k)
         _check_used("seqused_q", inputs.seqused_q, inputs.cu_seqlens_q)
         _check_used("seqused_k", inputs.seqused_k, inputs.cu_seqlens_k)
+    if problem.options.pages:
+        check_lengths(problem, inputs)
     if not inputs.leaves:
         return
     if problem.options.layout == "varlen":
         longest_q = _longest(inputs.cu_seqlens_q)
         longest_k = _longest(inputs.cu_seqlens_k)
+    if problem.options.pages:
+        longest_k = _most(inputs.seqused_k, shape.seqlen_k)
     sizes = {
         "b": shape.batch,
         "h": shape.num_heads_q,
@@ -212,8 +331,8 @@ def check_values(problem: Problem, inputs: Inputs) -> None:
             number = int(divisor.value if divisor.op == "const" else inputs.ints[divisor.value])  # type: ignore[arg-type, index]
             needed = -(-needed // number) if number > 0 else needed
         size = inputs.leaves[slot].shape[dim]
-        packed_longer = problem.options.layout == "varlen" and name in "ij" and size >= needed
-        if size not in (1, needed) and not packed_longer:
+        ragged = "ij" if problem.options.layout == "varlen" else "j" if problem.options.pages else ""
+        if size not in (1, needed) and not (name in ragged and size >= needed):
             _refuse_leaf(problem, inputs, (slot, dim, name), needed)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -161,8 +161,9 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Plan:
         raise OptionError(f"explain takes the options of attention: {error}") from None
     tensors, numbers = written.tensors, written.numbers
     problem = decode_problem(tensors[0], tensors[1], tensors[2], tensors[3:], numbers.text)
-    problem = Problem(problem.spec, problem.options, problem.shape, problem.dtype, str(torch.device(device).type),
-                      bool(options.get("backward", False)))  # fmt: skip
+    problem = replace(
+        problem, device_type=torch.device(device).type, needs_grad=bool(options.get("backward", False))
+    )
     inputs = decode_inputs(problem, (*tensors[:3], tensors[3:]), numbers.ints, numbers.floats, written.seed)  # type: ignore[arg-type]
     return _plan(problem, inputs, options.get("machine"))
 

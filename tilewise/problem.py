@@ -4,9 +4,12 @@ A call travels through the op layer as (q, k, v, leaves, ints, floats, seed, tex
 `decode_problem` and `decode_inputs` read it; they know the order of the lists from the text alone:
 
     text    SPEC#layout=dense;q_offset=last;k_offset=int;backend=auto;...
-    leaves  the spec's leaves, then sink, q_offset, k_offset, cu_seqlens_q/k, seqused_q/k where the text names them
+    leaves  the spec's leaves, then those of OPTIONAL_TENSORS that the text names, in that order
     ints    the spec's, then q_offset, k_offset, h_offset, b_offset, max_seqlen_q, max_seqlen_k
     floats  the spec's, then scale, dropout
+
+With the option `pages` k and v are pools (P, H_kv, page_size, D) that sequences read through block_table: key j of
+sequence b is row j % page_size of page block_table[b, j // page_size], or of page b where there is no table.
 """
 
 from __future__ import annotations
@@ -25,13 +28,17 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-OPTIONAL_TENSORS = ("sink", "q_offset", "k_offset", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+OPTIONAL_TENSORS = (
+    "sink", "q_offset", "k_offset", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k",
+    "block_table", "leftpad_k", "k_scale", "v_scale",
+)  # fmt: skip
 NO_MAXIMUM = -1
 """max_seqlen when the caller stated none."""
 
 
 class Shape(NamedTuple):
-    """Sizes of a call. Dense: batch entries of seqlen_q x seqlen_k. Packed: batch sequences, seqlen_* are totals."""
+    """Sizes of a call. Dense: batch entries of seqlen_q x seqlen_k. Packed: batch sequences, seqlen_* are totals.
+    With pages seqlen_k is the capacity of one sequence, in either layout."""
 
     batch: int
     num_heads_q: int
@@ -47,7 +54,9 @@ class Options:
     """What a call asks for beside the mathematics.
 
     partial: out is wanted in the compute type, to be merged. subset (backward only): the keys are a part of the
-    whole, whose out and lse are given, so neither can be computed afresh from them.
+    whole, whose out and lse are given, so neither can be computed afresh from them. pages: k and v are pools; the
+    tensors block_table (B, pages) and leftpad_k (B,) come with pages only, k_scale and v_scale, (H_kv,) or (P, H_kv)
+    factors of what is stored, too.
     """
 
     layout: str = "dense"
@@ -56,6 +65,11 @@ class Options:
     cu_seqlens_k: bool = False
     seqused_q: bool = False
     seqused_k: bool = False
+    pages: bool = False
+    block_table: bool = False
+    leftpad_k: bool = False
+    k_scale: bool = False
+    v_scale: bool = False
     partial: bool = False
     subset: bool = False
     deterministic: bool = False
@@ -85,7 +99,9 @@ _DEFAULTS = {name: value.default for name, value in Options.__dataclass_fields__
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention call without its tensors. Hashable; backends answer `supports` and `plan` from it alone."""
+    """One attention call without its tensors. Hashable; backends answer `supports` and `plan` from it alone.
+
+    page_size: rows of a page, 0 without pages. kv_dtype: of k and v as stored, where it is not q's."""
 
     spec: AttentionSpec
     options: Options
@@ -93,6 +109,13 @@ class Problem:
     dtype: torch.dtype
     device_type: str
     needs_grad: bool = False
+    page_size: int = 0
+    stored_dtype: torch.dtype | None = None
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Type in which k and v are stored: q's, but for pools of float8."""
+        return self.dtype if self.stored_dtype is None else self.stored_dtype
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -138,6 +161,10 @@ class Problem:
             "cu_seqlens_k": o.cu_seqlens_k,
             "seqused_q": o.seqused_q,
             "seqused_k": o.seqused_k,
+            "block_table": o.block_table,
+            "leftpad_k": o.leftpad_k,
+            "k_scale": o.k_scale,
+            "v_scale": o.v_scale,
         }
         return tuple(name for name in OPTIONAL_TENSORS if present[name])
 
@@ -153,7 +180,7 @@ class Inputs:
     """The tensors and numbers of a call, by name.
 
     q, k, v as given; leaves are the spec's; ints and floats are the spec's scalars. cu_seqlens_k is
-    cu_seqlens_q where the call gave one table for both.
+    cu_seqlens_q where the call gave one table for both (None with pages).
     """
 
     q: Tensor
@@ -176,6 +203,10 @@ class Inputs:
     cu_seqlens_k: Tensor | None = None
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
+    block_table: Tensor | None = None
+    leftpad_k: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 def shape_of(q: Tensor, k: Tensor, v: Tensor, layout: str, num_sequences: int = 0) -> Shape:
@@ -202,11 +233,23 @@ def decode_problem(q: Tensor, k: Tensor, v: Tensor, leaves: Sequence[Tensor], te
     """The problem a call poses (also on fake tensors)."""
     spec, options = _read(text)
     num_sequences = 0
+    at = len(spec.leaves) + spec.sink + (options.q_offset == "tensor") + (options.k_offset == "tensor")
     if options.layout == "varlen":
-        at = len(spec.leaves) + spec.sink + (options.q_offset == "tensor") + (options.k_offset == "tensor")
         num_sequences = leaves[at].shape[0] - 1
-    shape = shape_of(q, k, v, options.layout, num_sequences)
-    return Problem(spec, options, shape, q.dtype, q.device.type)
+    if not options.pages:
+        shape = shape_of(q, k, v, options.layout, num_sequences)
+        return Problem(spec, options, shape, q.dtype, q.device.type)
+    packed = options.layout == "varlen"
+    pages = 1
+    if options.block_table:
+        pages = leaves[at + packed + options.seqused_q + options.seqused_k].shape[1]
+    page_size = k.shape[2]
+    shape = Shape(
+        num_sequences if packed else q.shape[0], q.shape[1], k.shape[1], q.shape[0 if packed else 2],
+        pages * page_size, q.shape[-1], v.shape[3],
+    )  # fmt: skip
+    stored = None if k.dtype == q.dtype else k.dtype
+    return Problem(spec, options, shape, q.dtype, q.device.type, page_size=page_size, stored_dtype=stored)
 
 
 def decode_inputs(
@@ -230,8 +273,10 @@ def decode_inputs(
         max_seqlen_q=max_q, max_seqlen_k=max_k,
         sink=extra.get("sink"),
         cu_seqlens_q=extra.get("cu_seqlens_q"),
-        cu_seqlens_k=extra.get("cu_seqlens_k", extra.get("cu_seqlens_q")),
+        cu_seqlens_k=extra.get("cu_seqlens_k", None if options.pages else extra.get("cu_seqlens_q")),
         seqused_q=extra.get("seqused_q"), seqused_k=extra.get("seqused_k"),
+        block_table=extra.get("block_table"), leftpad_k=extra.get("leftpad_k"),
+        k_scale=extra.get("k_scale"), v_scale=extra.get("v_scale"),
     )  # fmt: skip
 
 

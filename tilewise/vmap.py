@@ -60,13 +60,15 @@ def _batch(options: Options, args: list) -> int:
     # The call's tensors come last, but for as many tangents, where a count says that there are some.
     tangents = next((x for x in args if type(x) is int), 0)
     after = options.cu_seqlens_k + options.seqused_q + options.seqused_k
+    after += options.block_table + options.leftpad_k + options.k_scale + options.v_scale
     return args[len(args) - tangents - after - 1].shape[0] - 1
 
 
 def _folds(numbers: Numbers, dims: tuple) -> bool:
     """True if the vmapped dimension can simply join the batch."""
     spec, options = _read(numbers.text)
-    plain = options.layout == "dense" and options.q_offset != "tensor" and options.k_offset != "tensor"
+    plain = options.layout == "dense" and not options.pages
+    plain = plain and options.q_offset != "tensor" and options.k_offset != "tensor"
     return plain and not spec.dropout and "b" not in spec.variables and all(d is None for d in dims)
 
 

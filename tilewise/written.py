@@ -122,16 +122,62 @@ def pack(
     return Packing(cu_seqlens_q, cu_seqlens_k, *seqused, *maxima)
 
 
+class Cached(NamedTuple):
+    """The tensors and numbers that only calls on pools have, in the order of `problem.OPTIONAL_TENSORS`.
+
+    cu_seqlens_q: (B + 1,) where q is packed. seqused_q, seqused_k, leftpad_k: (B,). block_table: (B, M).
+    k_scale, v_scale: (H_kv,) or (P, H_kv). Integers are int32, scales float32.
+    """
+
+    cu_seqlens_q: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    block_table: Tensor | None = None
+    leftpad_k: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    max_seqlen_q: int = NO_MAXIMUM
+
+    def batch(self, q: Tensor) -> int:
+        """Number of sequences."""
+        return q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    def narrowed(self) -> Cached:
+        """The same with the types that backends take; tensors that have them are kept."""
+        types = (*[torch.int32] * 5, *[torch.float32] * 2)
+        tensors = [None if t is None else t.to(kind) for t, kind in zip(self[:7], types, strict=True)]
+        return Cached(*tensors, max_seqlen_q=self.max_seqlen_q)  # type: ignore[arg-type, misc]
+
+
+def _layout_of(
+    qkv: tuple[Tensor, ...], packing: Packing | Cached | None
+) -> tuple[tuple[Tensor, ...], int, list[tuple[str, Tensor | None]], list[int], list[str]]:
+    """(q, k, v; batch; tensors by name; longest lengths stated; options) of dense, packed and cached calls."""
+    if isinstance(packing, Cached):
+        (q,) = _autocast(qkv[0])
+        checks.check_pools(q, qkv[1], qkv[2], packing._asdict())
+        packing = packing.narrowed()
+        named: list[tuple[str, Tensor | None]] = list(zip(Cached._fields[:7], packing[:7], strict=True))
+        options = ["pages=1", *["layout=varlen"] * (packing.cu_seqlens_q is not None)]
+        return (q, *qkv[1:]), packing.batch(q), named, [packing.max_seqlen_q, NO_MAXIMUM], options
+    q, k, v = _autocast(*qkv)
+    checks.check_tensors(q, k, v, "dense" if packing is None else "varlen")
+    if packing is None:
+        return (q, k, v), q.shape[0], [], [NO_MAXIMUM, NO_MAXIMUM], []
+    named = list(zip(Packing._fields[:4], packing[:4], strict=True))
+    maxima = [packing.max_seqlen_q, packing.max_seqlen_k]
+    return (q, k, v), packing.cu_seqlens_q.shape[0] - 1, named, maxima, ["layout=varlen"]
+
+
 def write(
-    qkv: tuple[Tensor, Tensor, Tensor], packing: Packing | None, *, mask: Any, scores: Any, sink: Tensor | None = None,
-    dropout: float = 0.0, seed: Any = None, scale: float | None = None, q_offset: Any = None, k_offset: Any = 0,
+    qkv: tuple[Tensor, Tensor, Tensor], packing: Packing | Cached | None, *, mask: Any, scores: Any,
+    sink: Tensor | None = None, dropout: float = 0.0, seed: Any = None, scale: float | None = None,
+    q_offset: Any = None, k_offset: Any = 0,
     h_offset: int = 0, deterministic: bool | None = None, batch_invariant: bool = False, backend: str = "auto",
     allow_quadratic: bool = False, partial: bool = False, subset: bool = False,
 ) -> Written:  # fmt: skip
     """Validate a call and write it down for the op layer."""
-    q, k, v = _autocast(*qkv)
-    checks.check_tensors(q, k, v, "dense" if packing is None else "varlen")
-    batch = q.shape[0] if packing is None else packing.cu_seqlens_q.shape[0] - 1
+    (q, k, v), batch, named, maxima, kinds = _layout_of(qkv, packing)
     mask, terms = as_mask(mask), as_terms(scores)
     p = checks.check_dropout(dropout)
     factor = checks.check_scale(scale, q.shape[-1])
@@ -156,19 +202,9 @@ def write(
     options = [f"q_offset={q_kind}"] if q_kind != "last" else []
     options += [f"k_offset={k_kind}"] if k_kind != "int" else []
     extra = ([] if sink is None else [sink]) + q_tensors + k_tensors
-    maxima = [NO_MAXIMUM, NO_MAXIMUM]
-    if packing is not None:
-        options.append("layout=varlen")
-        maxima = [packing.max_seqlen_q, packing.max_seqlen_k]
-        extra.append(packing.cu_seqlens_q)
-        for name, t in (
-            ("cu_seqlens_k", packing.cu_seqlens_k),
-            ("seqused_q", packing.seqused_q),
-            ("seqused_k", packing.seqused_k),
-        ):
-            if t is not None:
-                options.append(f"{name}=1")
-                extra.append(t)
+    options += kinds
+    options += [f"{name}=1" for name, t in named if t is not None and name != "cu_seqlens_q"]
+    extra += [t for _, t in named if t is not None]
     flags = (("partial", partial), ("subset", subset), ("deterministic", bool(deterministic)),
              ("batch_invariant", batch_invariant),
              ("allow_quadratic", allow_quadratic))  # fmt: skip

@@ -63,20 +63,68 @@ class Needs:
     sink: bool = False
 
 
+@dataclass(frozen=True)
+class Append:
+    """New keys and values for pools, and queries to be turned with them: what `append` of a backend family does.
+
+    Token t of sequence b goes to place lengths[b] + t of the sequence, that is row place % S of page
+    block_table[b, place // S], or of page b without a table; its key is turned by the angles of its position first.
+
+    k_new, v_new: (B, H_kv, N, D) and (B, H_kv, N, D_v), or packed (T, H_kv, D), (T, H_kv, D_v) with cu_seqlens_new
+        (B + 1,) int32.
+    k, v: pools (P, H_kv, S, D), (P, H_kv, S, D_v), the last stride 1, of q's dtype or float8_e4m3fn; written in place.
+    lengths: (B,) int32 keys present. block_table: (B, M) int32.
+    q: (B, H, N_q, D), or packed (T_q, H, D) with cu_seqlens_q (B + 1,) int32; None where no query is turned.
+    cos, sin: (positions, R / 2) of any floating type, R <= D entries of a head are turned, computed in float32
+        (float64 for float64) and rounded once; None turns nothing. interleaved: pairs are neighbours, not halves.
+    positions_q, positions_k: int32 of q's and k_new's token dimensions, (B, N) or (T,), rows of cos and sin; None:
+        first[b] + t for keys, and for queries first[b] + new[b] - rows[b] + i (the last query is the last new key).
+    first: (B,) int32 position of the first new key, None: lengths[b].
+    k_scale, v_scale: (H_kv,) or (P, H_kv) float32; what is stored is the value divided by it, kept within the range
+        of float8.
+
+    A place outside the capacity, a page outside the pool and a position outside the tables: checked before on the
+    processor. On a GPU a key without a place is not written, and positions are clamped to the tables.
+    """
+
+    k_new: Tensor
+    v_new: Tensor
+    k: Tensor
+    v: Tensor
+    lengths: Tensor
+    block_table: Tensor | None = None
+    cu_seqlens_new: Tensor | None = None
+    q: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    interleaved: bool = False
+    positions_q: Tensor | None = None
+    positions_k: Tensor | None = None
+    first: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
 class Prepared(Protocol):
     """A forward for calls that differ from one that was made in their tensors' contents and addresses only."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor], want_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """(out, lse); lse may be None if it is not wanted. extra: the spec's leaves, then the sink, if any."""
+        """(out, lse); lse may be None if it is not wanted. extra: the spec's leaves, then the call's optional tensors
+        in the order of `Problem.tensor_names`: the sink, if any, and on caches lengths, table and the like."""
 
 
 class Backend(Protocol):
     """One way to run problems.
 
     A backend may also have `prepare(problem, inputs) -> Prepared | None`, asked after a first call of a kind: then
-    calls of that kind skip validation, text and dispatch (`tilewise.quick`).
+    calls of that kind skip validation, text and dispatch (`tilewise.quick`). A cache's calls are of one kind whatever
+    its lengths and its table hold; the caller has checked both where they can be seen.
+
+    A family of backends has one function `append(inputs: Append) -> Tensor | None` that gives the turned q: the
+    reference's in `backends.reference.append`, Triton's in `backends.triton.append_kernel`.
     """
 
     name: str

@@ -89,6 +89,10 @@ class Cpu:
                     "the backend 'cpu' runs on the processor", f"{problem.device_type} tensors", "cpu tensors"
                 )
             )
+        if problem.options.pages:
+            reasons.append(
+                Reason("keys in pages", "a cache", "plain tensors", "Caches run on 'blockwise' or 'auto'.")
+            )
         if problem.dtype not in DTYPES:
             name = str(problem.dtype).removeprefix("torch.")
             reasons.append(

@@ -60,11 +60,12 @@ class Blockwise:
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         out = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
         lse = inputs.q.new_empty(problem.lse_shape, dtype=problem.compute_dtype)
-        if problem.options.layout == "varlen":
+        if problem.options.layout == "varlen" or problem.options.seqused_q:
             out.zero_()
             lse.fill_(-math.inf)
         walk = Walk(problem, inputs)
-        guarded = not t.all_finite(inputs.v)
+        # A pool is larger than what a call reads of it: there each tile is looked at by itself.
+        guarded = None if problem.options.pages else not t.all_finite(inputs.v)
         out_view, lse_view = uniform(problem, out), uniform(problem, lse)
         for segment in walk.segments():
             for rows, columns in walk.row_tiles(segment):
@@ -89,9 +90,12 @@ def _forward_rows(
     segment: Segment,
     rows: tuple[int, int],
     columns: list[tuple[tuple[int, int], int]],
-    guarded: bool,
+    guarded: bool | None,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of one tile of rows: absorb its tiles of columns one after another."""
+    """out and lse of one tile of rows: absorb its tiles of columns one after another.
+
+    guarded: whether v may hold something not finite; None looks at each tile.
+    """
     problem, inputs = walk.problem, walk.inputs
     q = walk.wide(walk.cut_rows(walk.q, segment, rows)) * inputs.scale
     shape = q.shape[:3]
@@ -99,14 +103,14 @@ def _forward_rows(
     l = q.new_zeros(shape)  # noqa: E741  # the letter of the literature
     acc = q.new_zeros((*shape, problem.shape.head_dim_v))
     for cols, kind in columns:
-        k = walk.wide(walk.cut_columns(walk.k, segment, cols))
-        v = walk.wide(walk.cut_columns(walk.v, segment, cols))
+        k, v = walk.keys(walk.k, segment, cols), walk.values(walk.v, segment, cols)
         walk.fold.at(segment, rows, cols)
         s = tile_scores(walk, q, k, kind)
         m_new = torch.maximum(m, s.amax(-1))
         # A row that has seen no key yet has m = -inf: subtract 0 instead, exp2(-inf) is the 0 it should be.
         pivot = m_new.masked_fill(m_new == -math.inf, 0.0)
-        visible = (s != -math.inf) if guarded else None
+        careful = not t.all_finite(v) if guarded is None else guarded
+        visible = (s != -math.inf) if careful else None
         p = (s - pivot[..., None]).mul_(LOG2E).exp2_()
         alpha = torch.exp2((m - pivot) * LOG2E)
         l = l * alpha + p.sum(-1)  # noqa: E741
@@ -159,7 +163,8 @@ class _Backward:
         self.lse, self.do = uniform(problem, lse), uniform(problem, do)
         self.out = uniform(problem, out)
         self.dlse = None if dlse is None else uniform(problem, dlse)
-        self.guarded = not (
+        # What no sequence uses of a pool may hold anything: its tiles go the careful way.
+        self.guarded = problem.options.pages or not (
             t.all_finite(inputs.q, inputs.k, inputs.v, do, dlse)
             and (lse.numel() == 0 or bool(lse.amax() < math.inf))
         )
@@ -236,8 +241,7 @@ class _Backward:
         m = q.new_full(q.shape[:3], -math.inf)
         l, delta = torch.zeros_like(m), torch.zeros_like(m)  # noqa: E741
         for cols, kind in columns:
-            k = walk.wide(walk.cut_columns(walk.k, segment, cols))
-            v = walk.wide(walk.cut_columns(walk.v, segment, cols))
+            k, v = walk.keys(walk.k, segment, cols), walk.values(walk.v, segment, cols)
             walk.fold.at(segment, rows, cols)
             s = tile_scores(walk, q, k, kind)
             m_new = torch.maximum(m, s.amax(-1))
@@ -267,8 +271,7 @@ class _Backward:
         self, segment: Segment, rows: tuple[int, int], cols: tuple[int, int], kind: int, data: _RowData
     ) -> None:
         walk, trees = self.walk, self.walk.fold.trees
-        k = walk.wide(walk.cut_columns(walk.k, segment, cols))
-        v = walk.wide(walk.cut_columns(walk.v, segment, cols))
+        k, v = walk.keys(walk.k, segment, cols), walk.values(walk.v, segment, cols)
         s = t.scores(data.q, k)
         slopes: list[Tensor] = []
         if trees.has_terms:
@@ -286,7 +289,7 @@ class _Backward:
         if self.dv is not None:
             kept = visible if visible is None or factor is None else visible & (factor != 0)
             dv = t.over_rows(p if factor is None else p * factor, data.do, walk.heads_kv, kept)
-            walk.cut_columns(uniform(self.problem, self.dv), segment, cols).add_(dv)
+            walk.add_values(self.dv, segment, cols, dv)
         if self.dq is None and self.dk is None and not any(g is not None for g in self.leaves):
             return
         ds = drop(t.scores(data.do, v), factor).sub_(data.delta[..., None]).mul_(p)
@@ -299,7 +302,7 @@ class _Backward:
             walk.cut_rows(uniform(self.problem, self.dq), segment, rows).add_(dq, alpha=self.inputs.scale)
         if self.dk is not None:
             dk = t.over_rows(ds, data.q, walk.heads_kv, visible)
-            walk.cut_columns(uniform(self.problem, self.dk), segment, cols).add_(dk)
+            walk.add_keys(self.dk, segment, cols, dk)
 
     def _terms(self, ds: Tensor, slopes: list[Tensor], hidden: Tensor | None) -> Tensor:
         """Back through the score terms: gradients of their leaves, then d score / d s."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.protocol import Gradients, Needs, Reason, Schedule
+from tilewise.backends.reference.pages import Pages
 from tilewise.backends.reference.segments import Segment, segments, uniform
 from tilewise.backends.reference.tile import TileFold, weighted_sum
 from tilewise.problem import Inputs, Problem, empty_in_order
@@ -105,17 +106,21 @@ class _Matrix:
         self.problem, self.inputs, self.segment = problem, inputs, segment
         self.wide = problem.compute_dtype
         self.q = self.rows(uniform(problem, inputs.q)).to(self.wide).contiguous() * inputs.scale
-        self.k, self.v = (
-            self.keys(uniform(problem, x)).to(self.wide).contiguous().repeat_interleave(problem.group, 1)
-            for x in (inputs.k, inputs.v)
-        )
-        self.fold = TileFold(problem, inputs).at(segment, (0, segment.seqlen_q), (0, segment.seqlen_k))
+        self.columns = (segment.first_key, segment.seqlen_k)
+        self.pages = Pages(problem, inputs) if problem.options.pages else None
+        found = (self.keys(x, scale) for x, scale in ((inputs.k, inputs.k_scale), (inputs.v, inputs.v_scale)))
+        self.k, self.v = (x.repeat_interleave(problem.group, 1) for x in found)
+        self.fold = TileFold(problem, inputs).at(segment, (0, segment.seqlen_q), self.columns)
 
     def rows(self, x: Tensor) -> Tensor:
         return x[self.segment.batch, :, self.segment.rows]
 
-    def keys(self, x: Tensor) -> Tensor:
-        return x[self.segment.batch, :, self.segment.keys]
+    def keys(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        """The segment's part of k or v in the compute type, contiguous."""
+        if self.pages is not None:
+            return self.pages.read(x, self.segment, self.columns, scale)
+        x = uniform(self.problem, x)
+        return x[self.segment.batch, :, self.segment.keys].to(self.wide).contiguous()
 
     def scores(self, s0: Tensor, visible: Tensor) -> Tensor:
         """Scores after the terms; what the leaves hold at hidden pairs takes no part."""
@@ -187,8 +192,9 @@ class _Matrix:
         dq, dk, dv = grads
         over = visible.transpose(-1, -2)
         self.rows(uniform(self.problem, dq)).add_(weighted_sum(ds0, self.k, visible) * self.inputs.scale)
-        self._add_keys(dk, weighted_sum(ds0.transpose(-1, -2), self.q, over))
-        self._add_keys(dv, weighted_sum(dropped.transpose(-1, -2), do, seen.transpose(-1, -2)))
+        self._add_keys(dk, weighted_sum(ds0.transpose(-1, -2), self.q, over), self.inputs.k_scale)
+        dv_part = weighted_sum(dropped.transpose(-1, -2), do, seen.transpose(-1, -2))
+        self._add_keys(dv, dv_part, self.inputs.v_scale)
 
     def _through_terms(
         self, s: Tensor, s0: Tensor, tracked: list[Tensor], ds: Tensor, leaves: list[Tensor | None]
@@ -217,8 +223,12 @@ class _Matrix:
                 accumulate(env, site, gradient, torch.where(ds != 0, ds * adjoint, 0.0))
         return torch.where(ds != 0, ds * slope, 0.0)
 
-    def _add_keys(self, total: Tensor, part: Tensor) -> None:
+    def _add_keys(self, total: Tensor, part: Tensor, scale: Tensor | None) -> None:
         """Sum over the query heads of each KV head."""
         b, _, n, d = part.shape
         heads_kv = self.problem.shape.num_heads_kv
-        self.keys(uniform(self.problem, total)).add_(part.view(b, heads_kv, self.problem.group, n, d).sum(2))
+        part = part.view(b, heads_kv, self.problem.group, n, d).sum(2)
+        if self.pages is not None:
+            self.pages.add(total, self.segment, self.columns, part, scale)
+        else:
+            uniform(self.problem, total)[self.segment.batch, :, self.segment.keys].add_(part)

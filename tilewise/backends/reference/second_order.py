@@ -76,7 +76,7 @@ def row_statistics(
     l = torch.zeros_like(m)  # noqa: E741
     for cols, kind in columns:
         walk.fold.at(segment, rows, cols)
-        s = tile_scores(walk, q, walk.wide(walk.cut_columns(walk.k, segment, cols)), kind)
+        s = tile_scores(walk, q, walk.keys(walk.k, segment, cols), kind)
         top = torch.maximum(m, s.amax(-1))
         pivot = top.masked_fill(top == -math.inf, 0.0)
         l = l * torch.exp2((m - pivot) * LOG2E) + ((s - pivot[..., None]) * LOG2E).exp2_().sum(-1)  # noqa: E741
@@ -95,7 +95,7 @@ class _Tangent:
         given = zip((inputs.q, inputs.k, inputs.v), direction[:3], strict=True)
         dots = (torch.zeros_like(x) if dot is None else dot for x, dot in given)
         self.q_dot, self.k_dot, self.v_dot = (uniform(problem, x) for x in dots)
-        self.guarded = not (
+        self.guarded = problem.options.pages or not (
             t.all_finite(inputs.q, inputs.k, inputs.v, *direction[:3])
             and (lse.numel() == 0 or bool(lse.amax() < math.inf))
         )
@@ -119,9 +119,8 @@ class _Tangent:
     ) -> _Tile:  # fmt: skip
         """One tile; rows that are not alive count as hidden."""
         walk, (segment, rows, cols) = self.walk, place
-        k, k_dot, v, v_dot = (
-            walk.wide(walk.cut_columns(x, segment, cols)) for x in (walk.k, self.k_dot, walk.v, self.v_dot)
-        )
+        k, k_dot = (walk.keys(x, segment, cols) for x in (walk.k, self.k_dot))
+        v, v_dot = (walk.values(x, segment, cols) for x in (walk.v, self.v_dot))
         walk.fold.at(segment, rows, cols)
         s0 = t.scores(data.q, k)
         s0_dot = t.scores(data.q_dot, k) + t.scores(data.q, k_dot)
@@ -283,10 +282,10 @@ class _Hessian:
         slope, slope_dot = x.roots[1], x.dots[1]
         ds0 = (ds * slope).masked_fill(x.hidden, 0.0)
         ds0_dot = (ds_dot * slope + ds * slope_dot).masked_fill(x.hidden, 0.0)
-        dq, dk, dv = (uniform(self.problem, g) for g in self.total)
+        dq, dk, dv = self.total
         dq_tile = t.over_keys(ds0_dot, x.k, x.visible) + t.over_keys(ds0, x.k_dot, x.visible)
-        walk.cut_rows(dq, segment, rows).add_(dq_tile, alpha=self.inputs.scale)
+        walk.cut_rows(uniform(self.problem, dq), segment, rows).add_(dq_tile, alpha=self.inputs.scale)
         dk_tile = t.over_rows(ds0_dot, data.q, heads_kv, x.visible)
         dk_tile += t.over_rows(ds0, data.q_dot, heads_kv, x.visible)
-        walk.cut_columns(dk, segment, cols).add_(dk_tile)
-        walk.cut_columns(dv, segment, cols).add_(t.over_rows(w_dot, do, heads_kv, x.kept))
+        walk.add_keys(dk, segment, cols, dk_tile)
+        walk.add_values(dv, segment, cols, t.over_rows(w_dot, do, heads_kv, x.kept))

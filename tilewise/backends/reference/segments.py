@@ -1,7 +1,8 @@
 """Cut a call into segments: batch entries that share a row range and a key range.
 
 Dense and packed calls look alike from here on: every tensor is (B, H, N, D), a packed one has B = 1, and a
-segment says which rows, which keys, which value of b, and how rows and columns become positions.
+segment says which rows, which keys, which value of b, and how rows and columns become positions. With pages each
+sequence is a segment; its keys are columns of the sequence, found by `pages`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Segment:
     """batch: entries of the tensors' first dimension; first_batch: the value of b at the first of them.
-    rows, keys: ranges of the tensors' third dimension. q_offset, k_offset: int or (entries,) int tensor."""
+    rows, keys: ranges of the tensors' third dimension. q_offset, k_offset: int or (entries,) int tensor.
+    first_key: columns before it are left padding."""
 
     batch: slice
     first_batch: int
@@ -31,6 +33,7 @@ class Segment:
     keys: slice
     q_offset: int | Tensor
     k_offset: int | Tensor
+    first_key: int = 0
 
     @property
     def entries(self) -> int:
@@ -47,7 +50,7 @@ class Segment:
 
 def uniform(problem: Problem, t: Tensor) -> Tensor:
     """A q-, k-, v- or out-like tensor as a (B, H, N, D) view, an lse-like one as (B, H, N)."""
-    if problem.options.layout == "dense":
+    if problem.options.layout == "dense" or t.ndim == 4:  # a pool lies in pages whatever the layout of q
         return t
     return t.transpose(0, 1)[None] if t.ndim == 3 else t[None]
 
@@ -62,6 +65,9 @@ def _pick(offset: int | Tensor, batch: slice) -> int | Tensor:
 
 def segments(problem: Problem, inputs: Inputs, entries: int) -> Iterator[Segment]:
     """All segments of a call, at most `entries` batch entries each."""
+    if problem.options.pages:
+        yield from _paged(problem, inputs)
+        return
     if problem.options.layout == "varlen":
         yield from _packed(problem, inputs)
         return
@@ -74,6 +80,32 @@ def segments(problem: Problem, inputs: Inputs, entries: int) -> Iterator[Segment
             batch, start, slice(0, shape.seqlen_q), slice(0, shape.seqlen_k),
             _pick(q_offset, batch), _pick(inputs.k_offset, batch),
         )  # fmt: skip
+
+
+def _paged(problem: Problem, inputs: Inputs) -> Iterator[Segment]:
+    shape, packed = problem.shape, problem.options.layout == "varlen"
+    if packed:
+        rows = _ranges(inputs.cu_seqlens_q, inputs.seqused_q, shape.seqlen_q)
+    else:
+        rows = [slice(0, n) for n in _counts(inputs.seqused_q, shape.seqlen_q, shape.batch, shape.seqlen_q)]
+    used = _counts(inputs.seqused_k, shape.seqlen_k, shape.batch, shape.seqlen_k)
+    padded = _counts(inputs.leftpad_k, shape.seqlen_k, shape.batch, 0)
+    for b, (row, length, pad) in enumerate(zip(rows, used, padded, strict=True)):
+        here = slice(b, b + 1)
+        last = length - pad - (row.stop - row.start)
+        q_offset = last if inputs.q_offset is None else _pick(inputs.q_offset, here)
+        # Positions count from the first key that is no padding.
+        k_offset = _pick(inputs.k_offset, here) - pad
+        batch = slice(0, 1) if packed else here
+        yield Segment(batch, b, row, slice(0, length), q_offset, k_offset, min(pad, length))
+
+
+def _counts(given: Tensor | None, most: int, batch: int, missing: int) -> list[int]:
+    """A length of each sequence, clamped to 0..most."""
+    if given is None:
+        return [missing] * batch
+    _refuse_capture(given)
+    return [min(max(n, 0), most) for n in given.tolist()]
 
 
 def _packed(problem: Problem, inputs: Inputs) -> Iterator[Segment]:
@@ -89,13 +121,17 @@ def _packed(problem: Problem, inputs: Inputs) -> Iterator[Segment]:
 def _ranges(cu_seqlens: Tensor | None, used: Tensor | None, total: int) -> list[slice]:
     """Token ranges of the sequences, clamped to the tensor: lengths on a device are never trusted."""
     assert cu_seqlens is not None  # a packed call carries it
-    if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise UnsupportedProblem(
-            "blockwise reads cu_seqlens on the host, which a CUDA graph capture does not allow\n"
-            "Capture dense calls with tilewise.key_padding, or run packed ones outside the graph."
-        )
+    _refuse_capture(cu_seqlens)
     edges = [min(max(e, 0), total) for e in cu_seqlens.tolist()]
     lengths = [max(stop - start, 0) for start, stop in zip(edges, edges[1:], strict=False)]
     if used is not None:
         lengths = [min(n, max(u, 0)) for n, u in zip(lengths, used.tolist(), strict=True)]
     return [slice(start, start + n) for start, n in zip(edges, lengths, strict=False)]
+
+
+def _refuse_capture(lengths: Tensor) -> None:
+    if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedProblem(
+            "blockwise reads lengths on the host, which a CUDA graph capture does not allow\n"
+            "Capture dense calls with tilewise.key_padding, or run packed and cached ones outside the graph."
+        )

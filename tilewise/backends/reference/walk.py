@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.reference import tile as t
+from tilewise.backends.reference.pages import Pages
 from tilewise.backends.reference.segments import Segment, segments, uniform
 from tilewise.backends.reference.tile import TileFold
 from tilewise.problem import Inputs, Problem
@@ -45,7 +46,7 @@ def choose_blocks(problem: Problem) -> Blocks:
         block_q //= 2
     while heads * block_q * block_k > WORKSPACE_ELEMENTS and block_k > 64:
         block_k //= 2
-    if problem.options.batch_invariant or problem.options.layout == "varlen":
+    if problem.options.batch_invariant or problem.options.layout == "varlen" or problem.options.pages:
         return Blocks(block_q, block_k, 1)
     rows = min(block_q, max(problem.shape.seqlen_q, 1))
     columns = min(block_k, max(problem.shape.seqlen_k, 1))
@@ -97,6 +98,7 @@ class Walk:
         self.dtype = problem.compute_dtype
         self.heads_kv = problem.shape.num_heads_kv
         self.q, self.k, self.v = (uniform(problem, x) for x in (inputs.q, inputs.k, inputs.v))
+        self.pages = Pages(problem, inputs) if problem.options.pages else None
 
     def segments(self) -> Iterator[Segment]:
         return segments(self.problem, self.inputs, self.blocks.entries)
@@ -107,17 +109,49 @@ class Walk:
         """Each range of rows with its ranges of columns and their classes, EMPTY ones left out."""
         classes = tile_classes(self.problem, self.inputs, segment, self.blocks) if segment.seqlen_k else None
         columns = _ranges(segment.seqlen_k, self.blocks.block_k)
+        # Padding is cut off; a class of the whole tile holds for what is left of it.
+        columns = [(max(start, min(segment.first_key, stop)), stop) for start, stop in columns]
         for n, rows in enumerate(_ranges(segment.seqlen_q, self.blocks.block_q)):
             kinds = [FULL] * len(columns) if classes is None else classes[n]
-            yield rows, [(c, kind) for c, kind in zip(columns, kinds, strict=True) if kind != EMPTY]
+            pairs = zip(columns, kinds, strict=True)
+            yield rows, [(c, kind) for c, kind in pairs if kind != EMPTY and c[0] < c[1]]
 
     def cut_rows(self, x: Tensor, segment: Segment, rows: tuple[int, int]) -> Tensor:
         """Part of a q-, out- or lse-like (B, H, N, ...) view."""
         return x[segment.batch, :, segment.rows.start + rows[0] : segment.rows.start + rows[1]]
 
-    def cut_columns(self, x: Tensor, segment: Segment, columns: tuple[int, int]) -> Tensor:
+    def _cut_columns(self, x: Tensor, segment: Segment, columns: tuple[int, int]) -> Tensor:
         """Part of a k- or v-like (B, H_kv, N, ...) view."""
         return x[segment.batch, :, segment.keys.start + columns[0] : segment.keys.start + columns[1]]
+
+    def keys(self, x: Tensor, segment: Segment, columns: tuple[int, int]) -> Tensor:
+        """Columns of a k-like tensor in the compute type, (b, H_kv, columns, D), as the call means them: scaled."""
+        return self._read(x, segment, columns, self.inputs.k_scale)
+
+    def values(self, x: Tensor, segment: Segment, columns: tuple[int, int]) -> Tensor:
+        """The same of a v-like tensor."""
+        return self._read(x, segment, columns, self.inputs.v_scale)
+
+    def _read(self, x: Tensor, segment: Segment, columns: tuple[int, int], scale: Tensor | None) -> Tensor:
+        if self.pages is None:
+            return self.wide(self._cut_columns(x, segment, columns))
+        return self.pages.read(x, segment, columns, scale)
+
+    def add_keys(self, total: Tensor, segment: Segment, columns: tuple[int, int], tile: Tensor) -> None:
+        """Add a tile of dk to dk, which has k's shape."""
+        self._add(total, segment, columns, tile, self.inputs.k_scale)
+
+    def add_values(self, total: Tensor, segment: Segment, columns: tuple[int, int], tile: Tensor) -> None:
+        """The same of dv."""
+        self._add(total, segment, columns, tile, self.inputs.v_scale)
+
+    def _add(
+        self, total: Tensor, segment: Segment, columns: tuple[int, int], tile: Tensor, scale: Tensor | None
+    ) -> None:
+        if self.pages is None:
+            self._cut_columns(uniform(self.problem, total), segment, columns).add_(tile)
+        else:
+            self.pages.add(total, segment, columns, tile, scale)
 
     def wide(self, x: Tensor) -> Tensor:
         """A tile in the compute type, contiguous: the products then do not depend on the caller's strides."""

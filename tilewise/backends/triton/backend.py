@@ -127,6 +127,10 @@ def _device_reasons(problem: Problem) -> list[Reason]:
 
 def _shape_reasons(problem: Problem) -> list[Reason]:
     reasons, s = [], problem.shape
+    if problem.options.pages:
+        reasons.append(
+            Reason("keys in pages", "a cache", "plain tensors", "Caches run on 'blockwise' or 'auto'.")
+        )
     if problem.dtype not in DTYPES:
         name = str(problem.dtype).removeprefix("torch.")
         reasons.append(
