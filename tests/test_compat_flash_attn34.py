@@ -218,6 +218,7 @@ def test_four_varlen_packed_or_padded_on_either_side(packed_q, keys):
 
 @pytest.mark.parametrize("name", [
     "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars", "block_sparse_tensors", "gather_kv_indices",
+    "gather_bwd_recompute_p", "gather_bwd_token_chunk",
 ])  # fmt: skip
 def test_four_refuses_what_it_cannot_read_with_a_remedy(name):
     q = torch.randn(1, 4, 2, 8)
@@ -261,15 +262,19 @@ FOUR = {
     "flash_attn_func": "q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, "
     "window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, "
     "score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, "
-    "block_sparse_tensors_bwd=None, return_lse=False",
+    "block_sparse_tensors_bwd=None, return_lse=False, gather_bwd_recompute_p=False, gather_bwd_token_chunk=None",
     "flash_attn_varlen_func": "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, "
     "max_seqlen_k=None, min_seqlen_k=None, seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, "
     "softmax_scale=None, causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, "
     "pack_gqa=None, deterministic=False, score_mod=None, score_mod_bwd=None, mask_mod=None, block_sparse_tensors=None, "
     "aux_tensors=None, aux_scalars=None, return_lse=False, scheduler_metadata=None, seqlen_k_per_split=None, "
-    "disable_scheduler_metadata=False",
+    "disable_scheduler_metadata=False, gather_bwd_recompute_p=False, gather_bwd_token_chunk=None",
     "flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None, cu_seqlens=None, seqused=None, "
     "virtual_batch_idx=None, return_lse=True",
+    "get_scheduler_metadata": "max_seqlen_q, max_seqlen_k, nheads, nheads_kv, headdim, num_splits, headdim_v=None, "
+    "pack_gqa=None, causal=False, window_size_left=None, window_size_right=None, seqlen_k_new=0, cu_seqlens_q=None, "
+    "cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, leftpad_k=None, "
+    "seqlen_k_per_split=None, _arch=None",
 }
 
 
@@ -280,3 +285,15 @@ def test_signatures_are_the_originals(module, name):
 
 def test_metadata_is_nothing_and_is_taken():
     assert fa3.get_scheduler_metadata(2, 1, 64, 4, 2, 64, torch.tensor([3, 4])) is None
+    edges = torch.tensor([0, 3, 7], dtype=torch.int32)
+    metadata = fa4.get_scheduler_metadata(4, 4, 2, 1, 16, 8, causal=True, cu_seqlens_q=edges)
+    q = torch.randn(7, 2, 16)
+    given = {"cu_seqlens_q": edges, "cu_seqlens_k": edges, "causal": True}
+    want, _ = fa4.flash_attn_varlen_func(q, q[:, :1], q[:, :1], **given)
+    assert torch.equal(
+        fa4.flash_attn_varlen_func(q, q[:, :1], q[:, :1], **given, scheduler_metadata=metadata)[0], want
+    )
+    with pytest.raises(tw.OptionError, match="how many sequences"):
+        fa4.get_scheduler_metadata(4, 4, 2, 1, 16, 8)
+    with pytest.raises(TypeError, match="num_splits"):
+        fa4.get_scheduler_metadata(2, 1, 64, 4, 2)

@@ -25,7 +25,7 @@ from tilewise.compat.flash_spelling import (
     terms,
     visible_signed,
 )
-from tilewise.errors import ShapeError, UnsupportedProblem, message
+from tilewise.errors import OptionError, ShapeError, UnsupportedProblem, message
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
 
@@ -42,6 +42,8 @@ _REFUSED = {
     "block_sparse_tensors": "block_sparse_tensors are not read\nUse tilewise.block_sparse(layout, block) as a mask.",
     "block_sparse_tensors_bwd": "block_sparse_tensors_bwd are not read\nUse tilewise.block_sparse(layout, block).",
     "gather_kv_indices": "gather_kv_indices are not read\nGather the keys, or hide the others with a dense mask.",
+    "gather_bwd_recompute_p": "gather_bwd_recompute_p belongs to gather_kv_indices, which are not read\nLeave it out.",
+    "gather_bwd_token_chunk": "gather_bwd_token_chunk belongs to gather_kv_indices, which are not read\nLeave it out.",
 }
 
 
@@ -72,7 +74,8 @@ def flash_attn_func(
     learnable_sink: Tensor | None = None, softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
     deterministic: bool = False, score_mod: Any = None, score_mod_bwd: Any = None, mask_mod: Any = None,
     aux_tensors: Any = None, aux_scalars: Any = None, block_sparse_tensors: Any = None,
-    block_sparse_tensors_bwd: Any = None, return_lse: bool = False,
+    block_sparse_tensors_bwd: Any = None, return_lse: bool = False, gather_bwd_recompute_p: bool = False,
+    gather_bwd_token_chunk: int | None = None,
 ) -> Answer:  # fmt: skip
     """Attention of q (B, N_q, H, D) over k (B, N_k, H_kv, D) and v (B, N_k, H_kv, D_v).
 
@@ -92,7 +95,8 @@ def flash_attn_func(
     _refuse(
         q, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
         aux_tensors=aux_tensors, aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
-        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
+        block_sparse_tensors_bwd=block_sparse_tensors_bwd, gather_bwd_recompute_p=gather_bwd_recompute_p or None,
+        gather_bwd_token_chunk=gather_bwd_token_chunk,
     )  # fmt: skip
     options = spell(visible_signed(causal, window_size), terms(softcap), softmax_scale, deterministic)
     options["sink"] = learnable_sink
@@ -110,6 +114,7 @@ def flash_attn_varlen_func(
     score_mod_bwd: Any = None, mask_mod: Any = None, block_sparse_tensors: Any = None, aux_tensors: Any = None,
     aux_scalars: Any = None, return_lse: bool = False, scheduler_metadata: Any = None,
     seqlen_k_per_split: int | None = None, disable_scheduler_metadata: bool = False,
+    gather_bwd_recompute_p: bool = False, gather_bwd_token_chunk: int | None = None,
 ) -> Answer:  # fmt: skip
     """`flash_attn_func` of sequences of unequal length, packed or padded on either side.
 
@@ -126,6 +131,7 @@ def flash_attn_varlen_func(
     _refuse(
         q, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
         aux_tensors=aux_tensors, aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
+        gather_bwd_recompute_p=gather_bwd_recompute_p or None, gather_bwd_token_chunk=gather_bwd_token_chunk,
     )  # fmt: skip
     rows = None if cu_seqlens_q is not None else q.shape[:2]
     flat_q, flat_qv, edges_q = q, qv, cu_seqlens_q
@@ -187,6 +193,20 @@ def flash_attn_combine(
     return merged, lse if return_lse else None
 
 
-def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
-    """None, whatever it is asked: there is no schedule to prepare, and every function takes scheduler_metadata=None."""
-    return None
+def get_scheduler_metadata(
+    max_seqlen_q: int, max_seqlen_k: int, nheads: int, nheads_kv: int, headdim: int, num_splits: int,
+    headdim_v: int | None = None, pack_gqa: bool | None = None, causal: bool = False,
+    window_size_left: int | None = None, window_size_right: int | None = None, seqlen_k_new: int = 0,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None, leftpad_k: Tensor | None = None,
+    seqlen_k_per_split: int | None = None, _arch: int | None = None,
+) -> None:  # fmt: skip
+    """None: there is no schedule to prepare, and `flash_attn_varlen_func` takes scheduler_metadata=None.
+
+    Raises OptionError, as the original does, where no argument says how many sequences there are.
+    """
+    if all(t is None for t in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)):
+        raise OptionError(
+            "one of cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k says how many sequences there are\n"
+            "Give one, or leave the metadata out: nothing here needs it."
+        )
