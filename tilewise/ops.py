@@ -17,6 +17,13 @@ from tilewise.backends.protocol import Gradients, Needs
 from tilewise.checks import check_values
 from tilewise.dispatch import choose
 from tilewise.problem import Inputs, Problem, decode_inputs, decode_problem, empty_in_order, in_memory
+from tilewise.recorders import (
+    goes_through_op,
+    refuse_forward_mode,
+    refuse_recording,
+    refuse_transforms,
+    uncompiled,
+)
 from tilewise.vmap import batch_backward, batch_by_loop, batch_forward, refuse_old_vmap
 
 if TYPE_CHECKING:
@@ -38,7 +45,7 @@ class Numbers(NamedTuple):
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """function.apply; without a transform's binding of arguments, 40 microseconds, where none is active."""
     if torch._C._are_functorch_transforms_active():
-        return function.apply(*args)
+        return uncompiled(function.apply)(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
@@ -195,11 +202,19 @@ def _refuse_double_backward(ctx: Any, *_: Any) -> None:
 torch.library.register_autograd("tilewise::attention_backward", _refuse_double_backward)
 
 
+def _written(tensors: Sequence[Tensor], seed: Tensor | None, numbers: Numbers) -> tuple[Any, ...]:
+    """A call as the ops take it."""
+    ints, floats = list(numbers.ints), list(numbers.floats)
+    return (*tensors[:3], list(tensors[3:]), ints, floats, seed, numbers.text)
+
+
 class Attention(torch.autograd.Function):
     """(out, lse) of a call: forward mode by Jvp, reverse mode by Backward."""
 
     @staticmethod
     def forward(numbers: Numbers, seed: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        if numbers.run is None and goes_through_op(tensors):  # below a transform of torch.func
+            return torch.ops.tilewise.attention(*_written(tensors, seed, numbers))
         return run_forward(tensors, seed, numbers)
 
     @staticmethod
@@ -211,6 +226,7 @@ class Attention(torch.autograd.Function):
             ctx.save_for_forward(seed, *output, *tensors)
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple:
         seed, out, lse, *tensors = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
@@ -224,6 +240,7 @@ class Attention(torch.autograd.Function):
         return (None, None, *(next(found) if need else None for need in needs))
 
     @staticmethod
+    @uncompiled
     def jvp(ctx: Any, *dots: Any) -> tuple[Tensor, Tensor]:
         refuse_old_vmap(*dots)
         seed, out, lse, *tensors = ctx.saved_tensors
@@ -239,6 +256,9 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(numbers, needs, seed, out, lse, do, dlse, *tensors):
+        if goes_through_op(tensors):  # below a transform of torch.func
+            written = _written(tensors, seed, numbers)
+            return tuple(torch.ops.tilewise.attention_backward(*written, out, lse, do, dlse, list(needs)))
         return tuple(run_backward(tensors, seed, numbers, (out, lse), (do, dlse), needs))
 
     @staticmethod
@@ -254,6 +274,7 @@ class Backward(torch.autograd.Function):
         return [next(values) if need else None for need in needs]
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple:
         seed, out, lse, do, dlse, *tensors = ctx.saved_tensors
         dots = Backward._dots(ctx.needs, cotangents)
@@ -270,6 +291,7 @@ class Backward(torch.autograd.Function):
         return (None, None, None, None, None, ddo, None if dlse is None else ddlse, *grads)
 
     @staticmethod
+    @uncompiled
     def jvp(ctx: Any, *dots: Any) -> tuple:
         seed, out, lse, do, dlse, *tensors = ctx.saved_tensors
         do_dot, dlse_dot, *tensor_dots = dots[5:]
@@ -292,6 +314,7 @@ class Jvp(torch.autograd.Function):
 
     @staticmethod
     def forward(numbers, seed, out, lse, count, *both):
+        refuse_recording(both)
         return run_jvp(both[:count], seed, numbers, (out, lse), both[count:])
 
     @staticmethod
@@ -301,6 +324,7 @@ class Jvp(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple:
         seed, out, lse, *both = ctx.saved_tensors
         tensors, dots = both[: ctx.count], both[ctx.count :]
@@ -336,6 +360,7 @@ class Hvp(torch.autograd.Function):
 
     @staticmethod
     def forward(numbers, needs, seed, out, lse, do, dlse, count, *both):
+        refuse_recording(both)
         return tuple(run_hvp(both[:count], seed, numbers, (out, lse), (do, dlse), both[count:], needs))
 
     @staticmethod
@@ -363,36 +388,11 @@ class Hvp(torch.autograd.Function):
         return batch_by_loop(Hvp, info, in_dims, *args)
 
 
-# These modes see ops, and give real tensors fake results.
-_RECORDERS = [getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")]
-
-
-def _goes_through_op(tensors: Sequence[Tensor]) -> bool:
-    if torch.compiler.is_compiling() or any(torch._C._get_dispatch_mode(m) is not None for m in _RECORDERS):
-        return True
-    # Only what dispatches by itself (fake, functional, distributed tensors) needs the op; a subclass that merely
-    # renames Tensor keeps its forward mode, second order and vmap.
-    own = Tensor.__torch_dispatch__
-    return any(type(x).__torch_dispatch__ is not own or x.device.type == "meta" for x in tensors)
-
-
-def _refuse_forward_mode() -> None:
-    """An op has no forward mode, and torch would take its tangents as zero without a word."""
-    if forward_ad._current_level >= 0:
-        from tilewise.errors import UnsupportedProblem
-
-        raise UnsupportedProblem(
-            "forward mode inside compiled, fake or meta code is not implemented\n"
-            "Call torch.func.jvp outside torch.compile."
-        )
-
-
 def call(tensors: list[Tensor], seed: Tensor | None, numbers: Numbers) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call, differentiable."""
-    if _goes_through_op(tensors):
-        _refuse_forward_mode()
-        q, k, v, *leaves = tensors
-        return torch.ops.tilewise.attention(
-            q, k, v, leaves, list(numbers.ints), list(numbers.floats), seed, numbers.text
-        )
+    refuse_transforms()
+    if not torch._C._are_functorch_transforms_active() and goes_through_op(tensors):
+        refuse_forward_mode()
+        return torch.ops.tilewise.attention(*_written(tensors, seed, numbers))
+    # Transforms know Functions, not ops; their forward takes the op where something records it.
     return apply(Attention, numbers, seed, *tensors)
