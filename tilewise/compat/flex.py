@@ -14,16 +14,36 @@ from torch import Tensor
 
 from tilewise.api import attention
 from tilewise.compat.flex_block_mask import BLOCK, BlockMask, check_sizes, noop_mask
-from tilewise.compat.flex_trace import sizes_of, trace_mod
+from tilewise.compat.flex_trace import Mod, sizes_of, trace_mod
 from tilewise.errors import OptionError, ShapeError, UnsupportedProblem, message
 from tilewise.spec.scores import ScoreTerm
 
 __all__ = [
-    "AuxOutput", "AuxRequest", "BlockMask", "and_masks", "create_block_mask", "create_mask", "flex_attention",
-    "noop_mask", "or_masks",
+    "AuxOutput", "AuxRequest", "BlockMask", "ScoreMod", "and_masks", "create_block_mask", "create_mask",
+    "flex_attention", "noop_mask", "or_masks",
 ]  # fmt: skip
 
 Function = Callable[..., Any]
+
+
+class ScoreMod:
+    """A score_mod that was traced where it was made; still the function that it was, when it is called.
+
+    Inside torch.compile such an object joins the graph, tensors and numbers that the function reaches included, as a
+    BlockMask made outside does; a plain function is traced at each call and interrupts the graph.
+
+    Raises SpecError, with the line, for a function that is no expression.
+    """
+
+    def __init__(self, score_mod: Function) -> None:
+        self.score_mod = score_mod
+        self.traced: Mod = trace_mod(score_mod, mask=False)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.score_mod(*args)
+
+    def __repr__(self) -> str:
+        return f"ScoreMod({getattr(self.score_mod, '__name__', self.score_mod)})"
 
 
 class AuxRequest(NamedTuple):
@@ -50,7 +70,7 @@ def flex_attention(
     Args:
         query: (B, H, N_q, D). key: (B, H_kv, N_k, D). value: (B, H_kv, N_k, D_v). key and value may have B = 1.
         score_mod: (score, b, h, q_idx, kv_idx) -> score, after scale, in float32; q_idx and kv_idx count rows and
-            columns. -inf hides the pair.
+            columns. -inf hides the pair. A `ScoreMod` holds one that is traced already.
         block_mask: of `create_block_mask` or torch's; made for these lengths.
         scale: default D^-1/2. enable_gqa: H_kv may divide H.
         return_lse, return_aux: also return lse, or AuxOutput(lse).
@@ -78,7 +98,10 @@ def flex_attention(
         block_mask = block_mask if isinstance(block_mask, BlockMask) else BlockMask.from_torch(block_mask)
         check_sizes(block_mask, query, key)
         mask = block_mask.mask(sizes)
-    scores = [] if score_mod is None else [ScoreTerm(trace_mod(score_mod, mask=False).fitted(sizes))]
+    scores = []
+    if score_mod is not None:
+        mod = score_mod.traced if isinstance(score_mod, ScoreMod) else trace_mod(score_mod, mask=False)
+        scores = [ScoreTerm(mod.fitted(sizes))]
     out, lse = attention(
         query, key, value, mask=mask, scores=scores, scale=scale, return_lse=True, backend=backend
     )

@@ -72,6 +72,14 @@ def trace_mod(fn: Callable[..., Any], *, mask: bool) -> Mod:
     return Mod(root, term, tuple(along for _, along in capture.leaves))
 
 
+# What torch.compiler.disable sets, without importing dynamo for it: the graph is interrupted here, and says why.
+trace_mod._torchdynamo_disable = True  # type: ignore[attr-defined]
+trace_mod._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "Tilewise traces a score_mod or mask_mod itself, outside the graph. To keep one graph make "
+    "tilewise.compat.flex.ScoreMod(score_mod) and create_block_mask(mask_mod, ...) outside the compiled function"
+)
+
+
 def _call(fn: Callable[..., Any], mask: bool, fixed: bool) -> tuple[Capture, Any]:
     capture = Capture(fixed)
     arguments = [Value(ex.variable(name)) for name in ("b", "h", "i", "j")]
