@@ -21,6 +21,7 @@ from tilewise.errors import (
     UnsupportedProblem,
 )
 from tilewise.plan import Plan, explain
+from tilewise.serving import KVCache, PagedKVCache, attention_with_cache
 from tilewise.spec.attention import AttentionSpec
 from tilewise.spec.custom import custom, custom_score
 from tilewise.spec.dropout import dropout_mask
@@ -47,12 +48,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AttentionSpec", "DTypeError", "DeviceError", "Gradients", "Mask", "OnlineSoftmaxState", "OptionError", "Partial",
-    "Plan", "ScoreTerm", "ShapeError", "SlowPathWarning", "SpecError", "TilewiseError", "UnsupportedProblem", "alibi",
-    "alibi_slopes", "attention", "attention_partial", "attention_partial_backward", "attention_varlen", "bias",
-    "block_sparse", "causal", "chunk", "config", "custom", "custom_score", "dense", "document", "dropout_mask", "exp",
-    "exp2", "explain", "key_padding", "log", "log2", "maximum", "merge", "minimum", "prefix", "relative", "sink_tokens",
-    "softcap", "stream", "t5_bucket", "tanh", "where", "window",
+    "AttentionSpec", "DTypeError", "DeviceError", "Gradients", "KVCache", "Mask", "OnlineSoftmaxState", "OptionError",
+    "PagedKVCache", "Partial", "Plan", "ScoreTerm", "ShapeError", "SlowPathWarning", "SpecError", "TilewiseError",
+    "UnsupportedProblem", "alibi", "alibi_slopes", "attention", "attention_partial", "attention_partial_backward",
+    "attention_varlen", "attention_with_cache", "bias", "block_sparse", "causal", "chunk", "config", "custom",
+    "custom_score", "dense", "document", "dropout_mask", "exp", "exp2", "explain", "key_padding", "log", "log2",
+    "maximum", "merge", "minimum", "prefix", "relative", "sink_tokens", "softcap", "stream", "t5_bucket", "tanh",
+    "where", "window",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # to a type checker, names that are not there stay errors

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
     ("errors", "dtypes", "config", "spec", "tuning"),
     ("problem",),
-    ("transforms", "state", "analysis", "testing.cases", "testing.grid", "testing.poison"),
+    ("transforms", "state", "analysis", "rotary", "testing.cases", "testing.grid", "testing.poison"),
     ("backends",),
     ("dispatch",),
     ("checks", "recorders", "vmap", "ops"),

@@ -83,8 +83,9 @@ class Append:
     k_scale, v_scale: (H_kv,) or (P, H_kv) float32; what is stored is the value divided by it, kept within the range
         of float8.
 
-    A place outside the capacity, a page outside the pool and a position outside the tables: checked before on the
-    processor. On a GPU a key without a place is not written, and positions are clamped to the tables.
+    The turned q lies in memory as `empty_q` does. A place outside the capacity, a page outside the pool and a position
+    outside the tables are errors before this on the processor. On a GPU a key without a place is not written, and
+    positions are clamped to the tables.
     """
 
     k_new: Tensor
@@ -104,6 +105,14 @@ class Append:
     first: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+
+    def empty_q(self) -> Tensor:
+        """Memory for the turned q: q's shape and type, contiguous with tokens before heads."""
+        assert self.q is not None
+        if self.q.ndim == 3:
+            return self.q.new_empty(self.q.shape)
+        b, h, n, d = self.q.shape
+        return self.q.new_empty(b, n, h, d).transpose(1, 2)
 
 
 class Prepared(Protocol):

@@ -1,0 +1,145 @@
+"""pack and unpack, edges from lengths and positions, torch's jagged tensors; compiled caches and the append op."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+import tilewise as tw
+from tilewise.serving import (
+    Batch,
+    KVCache,
+    PagedKVCache,
+    RotaryTable,
+    attention_nested,
+    attention_with_cache,
+    cu_seqlens_from_lengths,
+    cu_seqlens_from_position_ids,
+    pack,
+    unpack,
+)
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setattr(tw.config, "slow", "quiet")
+
+
+def test_pack_and_unpack_are_inverse():
+    x = torch.randn(4, 2, 5, 3, dtype=torch.float64)
+    lengths = torch.tensor([3, 0, 5, 1])
+    kept = torch.arange(5) < lengths[:, None]
+    for total in (None, 9, 12):
+        tokens, edges = pack(x, lengths, total)
+        assert edges.tolist() == [0, 3, 3, 8, 9] and edges.dtype == torch.int32
+        assert tokens.shape == (20 if total is None else total, 2, 3) and not tokens[9:].any()
+        assert torch.equal(tokens[3:8], x[2].transpose(0, 1))
+        assert torch.equal(unpack(tokens, edges, 5), x * kept[:, None, :, None])
+    assert unpack(tokens, edges, 7).shape == (4, 2, 7, 3) and unpack(tokens, edges, 2).shape == (4, 2, 2, 3)
+    assert torch.equal(unpack(tokens[:0], torch.zeros(3, dtype=torch.int32), 2), x.new_zeros(2, 2, 2, 3))
+    assert torch.autograd.gradcheck(lambda t: unpack(pack(t, lengths)[0], edges, 5), x.requires_grad_())
+    with pytest.raises(tw.ShapeError):
+        pack(x[0], lengths)
+    with pytest.raises(tw.ShapeError):
+        unpack(x, edges, 5)
+
+
+def test_edges_of_positions():
+    positions = torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3]])
+    assert cu_seqlens_from_position_ids(positions).tolist() == [0, 3, 4, 8]
+    assert cu_seqlens_from_position_ids(positions[0], 5).tolist() == [0, 3, 4, 8, 8, 8]
+    assert cu_seqlens_from_position_ids(positions[0], 3).tolist() == [0, 3, 4, 8]
+    assert cu_seqlens_from_position_ids(positions[0, 1:]).tolist() == [
+        0,
+        2,
+        3,
+        7,
+    ]  # cut in the middle of a sequence
+    assert cu_seqlens_from_lengths(torch.tensor([3, 1, 4])).tolist() == [0, 3, 4, 8]
+    with pytest.raises(tw.ShapeError):
+        cu_seqlens_from_position_ids(torch.zeros(2, 3))
+    with pytest.raises(tw.OptionError):
+        cu_seqlens_from_position_ids(positions, 0)
+
+
+def test_packed_attention_from_positions_is_attention_of_each():
+    positions = torch.tensor([0, 1, 2, 0, 0, 1, 2, 3])
+    q, k, v = (torch.randn(8, 2, 16) for _ in range(3))
+    edges = cu_seqlens_from_position_ids(positions, 4)
+    out = tw.attention_varlen(q, k, v, edges, mask=tw.causal())
+    for start, stop in ((0, 3), (3, 4), (4, 8)):
+        part = [t[start:stop].transpose(0, 1)[None] for t in (q, k, v)]
+        torch.testing.assert_close(out[start:stop], tw.attention(*part, mask=tw.causal())[0].transpose(0, 1))
+
+
+def test_nested_tensors_keep_their_lengths_and_gradients():
+    lengths, heads = (5, 2, 7), (4, 2, 2)
+    parts = [[torch.randn(n, h, 16, requires_grad=True) for n in lengths] for h in heads]
+    q, k, v = (torch.nested.as_nested_tensor(p, layout=torch.jagged) for p in parts)
+    out = attention_nested(q, k, v, mask=tw.causal(), backend="blockwise")
+    assert out.is_nested and out.shape[0] == 3 and torch.equal(out.offsets(), q.offsets())
+    for b, piece in enumerate(out.unbind()):
+        one = [p[b].transpose(0, 1)[None] for p in parts]
+        want = tw.attention(*one, mask=tw.causal(), backend="blockwise")[0].transpose(0, 1)
+        torch.testing.assert_close(piece, want)
+        got, wanted = (
+            torch.autograd.grad(t.square().sum(), parts[1][b], retain_graph=True)[0] for t in (piece, want)
+        )
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
+    with pytest.raises(tw.DTypeError, match="jagged"):
+        attention_nested(q, k, torch.randn(3, 5, 2, 16))
+
+
+def _decode(cache, more, table, steps):
+    outs = []
+    for q, k, v in steps:
+        if isinstance(more.get("sequences"), Batch):
+            more["sequences"].advance(1)
+        outs.append(cache(q, k, v))
+    return torch.stack(outs)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_step_compiles_once_for_growing_lengths(paged):
+    torch.manual_seed(1)
+    torch._dynamo.reset()
+    table, steps = RotaryTable.make(16, 64), [[torch.randn(2, h, 1, 16) for h in (4, 2, 2)] for _ in range(5)]
+    results = []
+    for compiled in (False, True):
+        if paged:
+            cache = PagedKVCache(20, 4, 2, 16)
+            more = {"sequences": cache.batch([cache.new_sequence(), cache.new_sequence()])}
+        else:
+            cache, more = KVCache.allocate(2, 2, 40, 16), {}
+
+        def call(q, k, v, cache=cache, more=more):
+            return attention_with_cache(q, cache, k, v, rotary=table, mask=tw.causal(), **more)
+
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        function = torch.compile(call, backend=counter, fullgraph=True) if compiled else call
+        with torch.no_grad():
+            results.append(_decode(function, more, table, steps))
+        lengths = cache.lengths if not paged else more["sequences"].lengths[0]
+        assert lengths.tolist() == [5, 5]
+    assert counter.frame_count == 1
+    torch.testing.assert_close(*results)
+
+
+def test_the_append_op_says_what_it_does():
+    """Schema, fakes and mutation, as torch's own checker sees them."""
+    k, v = torch.randn(2, 2, 3, 16), torch.randn(2, 2, 3, 8)
+    pools = torch.zeros(4, 2, 8, 16), torch.zeros(4, 2, 8, 8)
+    lengths, pages = torch.tensor([0, 4], dtype=torch.int32), torch.tensor([[2], [1]], dtype=torch.int32)
+    table, q = RotaryTable.make(8, 16), torch.randn(2, 4, 3, 16)
+    plain = (k, v, *pools, lengths, pages, None, None, None, None, None, False, *[None] * 5)
+    turned = (k, v, *pools, lengths, pages, None, q, None, table.cos, table.sin, False, *[None] * 5)
+    op = torch.ops.tilewise.append_to_cache.default
+    for args in (plain, turned):
+        torch.library.opcheck(
+            op, args, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+        )
+    assert op(*plain).shape == (0,) and op(*turned).shape == q.shape
+    assert torch.equal(pools[1][2, :, :3], v[0]) and torch.equal(pools[1][1, :, 4:7], v[1])
+    with pytest.raises(tw.ShapeError, match="room for 8"):
+        op(k, v, *pools, lengths + 2, *plain[5:])

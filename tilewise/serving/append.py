@@ -1,0 +1,135 @@
+"""The op `tilewise::append_to_cache`: new keys and values into pools in place, queries and keys turned on the way.
+
+Eager code calls the function of the device's backend family; compiled and fake code goes through the op, whose
+schema says that the pools are changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.protocol import Append
+from tilewise.errors import ShapeError, message
+from tilewise.quick import is_compiling, len_dispatch_stack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PLAIN = (Tensor, torch.nn.Parameter)
+
+torch.library.define(
+    "tilewise::append_to_cache",
+    "(Tensor k_new, Tensor v_new, Tensor(a!) k, Tensor(b!) v, Tensor lengths, Tensor? block_table,"
+    " Tensor? cu_seqlens_new, Tensor? q, Tensor? cu_seqlens_q, Tensor? cos, Tensor? sin, bool interleaved,"
+    " Tensor? positions_q, Tensor? positions_k, Tensor? first, Tensor? k_scale, Tensor? v_scale) -> Tensor",
+)
+
+
+@torch.library.impl("tilewise::append_to_cache", "CompositeExplicitAutograd")
+def _append_op(*args: Any) -> Tensor:
+    inputs = Append(*args)
+    check_room(inputs)
+    turned = run(inputs)
+    return inputs.k_new.new_empty(0) if turned is None else turned
+
+
+@torch.library.register_fake("tilewise::append_to_cache")  # type: ignore[untyped-decorator]
+def _append_fake(*args: Any) -> Tensor:
+    inputs = Append(*args)
+    if inputs.q is None or inputs.cos is None:
+        return inputs.k_new.new_empty(0)
+    return inputs.empty_q()
+
+
+def check_room(inputs: Append) -> None:
+    """Raise ShapeError unless every new key has a place in the pools; looked at on the CPU only."""
+    lengths, table = inputs.lengths, inputs.block_table
+    if lengths.device.type != "cpu":
+        return
+    size, pages = inputs.k.shape[2], inputs.k.shape[0]
+    capacity = size * (1 if table is None else table.shape[1])
+    present = lengths.tolist()
+    if inputs.cu_seqlens_new is None:
+        added = [inputs.k_new.shape[2]] * len(present)
+    else:
+        edges = inputs.cu_seqlens_new.tolist()
+        added = [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
+        if edges[0] < 0 or edges[-1] > inputs.k_new.shape[0] or min(added, default=0) < 0:
+            total = inputs.k_new.shape[0]
+            raise ShapeError(f"cu_seqlens_new rises from 0 or more to at most {total}: {edges[:12]}")
+    for b, (before, more) in enumerate(zip(present, added, strict=True)):
+        if before < 0 or before + more > capacity:
+            raise ShapeError(
+                f"sequence {b} would hold {before} + {more} keys, and has room for {capacity}\n"
+                "Give a longer cache, or more pages in the table."
+            )
+        if table is None or not more:
+            continue
+        used = table[b, before // size : -(-(before + more) // size)].tolist()
+        for n, page in enumerate(used, before // size):
+            if not 0 <= page < pages:
+                raise ShapeError(f"page {n} of sequence {b} is {page}, and there are {pages} pages")
+
+
+def check_new(inputs: Append) -> None:
+    """Raise ShapeError unless the new keys and values fit the pools."""
+    k, v, packed = inputs.k_new, inputs.v_new, inputs.cu_seqlens_new is not None
+    rank, head, token = (3, 1, 0) if packed else (4, 1, 2)
+    given = {"k_new": k, "v_new": v, "k": inputs.k, "v": inputs.v}
+    if k.ndim != rank or v.ndim != rank:
+        shapes = "(T, H_kv, D) and (T, H_kv, D_v)" if packed else "(B, H_kv, N, D) and (B, H_kv, N, D_v)"
+        raise ShapeError(message(f"k_new and v_new are {shapes}", given))
+    if (k.shape[head], k.shape[-1]) != (inputs.k.shape[1], inputs.k.shape[3]) or (
+        (v.shape[head], v.shape[-1]) != (inputs.v.shape[1], inputs.v.shape[3])
+    ):
+        raise ShapeError(message("k_new and v_new have the cache's heads and head sizes", given))
+    if k.shape[token] != v.shape[token]:
+        raise ShapeError(message("k_new and v_new have one length", given))
+    count = len(inputs.lengths)
+    batch = k.shape[0] if inputs.cu_seqlens_new is None else len(inputs.cu_seqlens_new) - 1
+    if batch != count or (not packed and v.shape[0] != count):
+        raise ShapeError(message(f"k_new and v_new hold {count} sequences, as the call does", given))
+
+
+def run(inputs: Append) -> Tensor | None:
+    """The turned q, by the device's family of backends."""
+    if inputs.k.device.type == "cuda":
+        append = _compiled()
+        if append is not None:
+            return append(inputs)
+    from tilewise.backends.reference import (
+        append as reference,  # the package's import brings no backend along
+    )
+
+    return reference.append(inputs)
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled() -> Callable[[Append], Tensor | None] | None:
+    try:
+        module = importlib.import_module("tilewise.backends.triton.append_kernel")
+    except ImportError:  # no Triton here
+        return None
+    return getattr(module, "append", None)
+
+
+def append(inputs: Append, *, trusted: bool = False) -> Tensor | None:
+    """Write new keys and values in place; gives the turned q, None where no query was to be turned.
+
+    trusted: the places were checked by the caller.
+    Raises: ShapeError for keys that do not fit the pools, and, on the CPU, for those without a place.
+    """
+    check_new(inputs)
+    if is_compiling() or len_dispatch_stack() or type(inputs.k) not in PLAIN or inputs.k.is_meta:
+        fields = [getattr(inputs, name) for name in Append.__dataclass_fields__]
+        turned = torch.ops.tilewise.append_to_cache(*fields)
+        return None if inputs.q is None or inputs.cos is None else turned
+    if not trusted:
+        check_room(inputs)
+    with torch.no_grad():
+        return run(inputs)

@@ -1,0 +1,261 @@
+"""`attention_with_cache`: append, rotate, attend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise import checks
+from tilewise.backends.protocol import Append
+from tilewise.errors import DTypeError, OptionError, ShapeError, message
+from tilewise.serving.append import append, check_new
+from tilewise.serving.cache import CacheView, KVCache
+from tilewise.serving.cascade import attend_cascade
+from tilewise.serving.paged import Batch, PagedKVCache, PagedLayer
+from tilewise.serving.read import attend_view
+from tilewise.serving.rotary import RotaryTable, as_table, check_positions, check_table, query_positions, turn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tilewise.spec.masks import Mask
+    from tilewise.spec.scores import ScoreTerm
+
+Edges = Tensor | list[int] | None
+
+
+class _New(NamedTuple):
+    """The new tokens of a call: k (B, H_kv, N, D) or packed (T, H_kv, D) by `edges` (B + 1,), v alike."""
+
+    k: Tensor
+    v: Tensor
+    edges: Tensor | None
+    counts: int | list[int] | None
+    """Tokens of each sequence, where the host knows them."""
+
+
+def attention_with_cache(
+    q: Tensor, cache: KVCache | CacheView | PagedKVCache | PagedLayer, k_new: Tensor | None = None,
+    v_new: Tensor | None = None, *, rotary: RotaryTable | tuple[Tensor, Tensor] | None = None,
+    positions: Tensor | None = None, sequences: Sequence[int] | Tensor | Batch | None = None,
+    cu_seqlens_q: Edges = None, cu_seqlens_new: Edges = None, shared_prefix: int = 0,
+    mask: Mask | Tensor | None = None, scores: ScoreTerm | Sequence[ScoreTerm] = (), sink: Tensor | None = None,
+    dropout: float = 0.0, seed: Tensor | int | None = None, scale: float | None = None,
+    q_offset: int | Tensor | None = None, k_offset: int | Tensor = 0, h_offset: int = 0, return_lse: bool = False,
+    deterministic: bool | None = None, batch_invariant: bool = False, backend: str = "auto",
+    allow_quadratic: bool = False, out: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """Write new keys and values into a cache, turn queries and keys to their positions, and attend to all keys.
+
+    Args:
+        q: (B, H, N_q, D), or packed (T, H, D) with cu_seqlens_q.
+        cache: a `KVCache`, a `PagedKVCache` (of one layer, or `.layer(n)`), or a `CacheView`.
+        k_new, v_new: (B, H_kv, N, D) and (B, H_kv, N, D_v), or packed by cu_seqlens_new; converted to the cache's
+            dtype and written behind the keys present, whose number grows. None: nothing is written.
+        rotary: a `RotaryTable`, or (cos, sin) of (positions, dim / 2) in the half style: new keys are turned before
+            they are written, and queries before they are used, by their positions.
+        positions: rows of the rotary tables for new keys and queries alike, (B, N) or (T,); None: a new key stands
+            behind the keys present (less padding on the left), and the last query where the last key does.
+        sequences: which of the cache's sequences the call is about: slots of a KVCache (ints or a tensor), numbers of
+            a PagedKVCache (it needs them), or a `Batch` of one. None: all of them, in order.
+        cu_seqlens_q, cu_seqlens_new: (B + 1,) where each sequence's tokens start, in one call for sequences of any
+            lengths; a list, or a tensor. cu_seqlens_new None: cu_seqlens_q. A paged cache that keeps its own books
+            has to see them on the host: a list or a CPU tensor.
+        shared_prefix: keys that all sequences of the call share, whole pages of the first one
+            (`PagedKVCache.shared_prefix` counts them): read once for all of them, and merged. 0: no such thing.
+
+    The other arguments are those of `attention`. mask None sees every key present; positions are those of the
+    sequence, so `causal()` is right for a prefill, a chunk and a token alike. Rows and columns, for `bias` and the
+    like, are those of the sequence. q_offset None: the last query lines up with the last key.
+
+    Returns: out in q's layout, (B, H, N_q, D_v) or (T, H, D_v); with return_lse also lse, (B, H, N_q) or (H, T).
+        Differentiable in q, the cache's tensors, sink and the terms' leaves; new keys and values get no gradients.
+
+    Raises: as `attention`; ShapeError for keys without room, sequences and pages outside the cache (on the CPU, or
+        where the host keeps the books; on a GPU they are clamped); OutOfPages; OptionError for arguments that exclude
+        each other.
+    """
+    table = as_table(rotary)
+    if not isinstance(q, Tensor):
+        raise DTypeError(f"q is a tensor, not {type(q).__name__}")
+    device = q.device
+    edges_q = None if cu_seqlens_q is None else _edges("cu_seqlens_q", cu_seqlens_q, device)
+    new = None
+    if k_new is not None or v_new is not None:
+        given = cu_seqlens_q if cu_seqlens_new is None else cu_seqlens_new
+        new = _new_tokens(k_new, v_new, given, edges_q if cu_seqlens_new is None else None, device)
+    view, store = _resolve(cache, sequences, new, table)
+    if table is not None or new is not None:
+        q = _append(view, q, edges_q, new, table, positions)
+    if store is not None and new is not None:
+        store[0].store(store[1], view)
+    options = (scale, q_offset, k_offset, h_offset, deterministic, batch_invariant, backend, allow_quadratic)
+    spec = (mask, scores, sink)
+    lse: Tensor | None
+    if shared_prefix:
+        result, lse = attend_cascade(view, q, edges_q, shared_prefix, spec, options, (dropout, seed))
+    else:
+        result, lse = attend_view(view, q, edges_q, spec, options, (dropout, seed), return_lse)
+    if out is not None:
+        result = _into(out, result)
+    return (result, lse) if return_lse else result
+
+
+def _edges(name: str, given: Edges, device: torch.device) -> Tensor:
+    edges = torch.tensor(given, dtype=torch.int32) if isinstance(given, (list, tuple)) else given
+    if not isinstance(edges, Tensor):
+        raise DTypeError(f"{name} is a list or an int tensor of shape (B + 1,), not {type(given).__name__}")
+    checks.check_int_tensor(name, edges)
+    if edges.ndim != 1 or not edges.shape[0]:
+        raise ShapeError(message(f"{name} has shape (B + 1,)", {name: edges}))
+    return edges.to(device, torch.int32, non_blocking=True)
+
+
+def _new_tokens(
+    k: Tensor | None, v: Tensor | None, given: Edges, edges: Tensor | None, device: torch.device
+) -> _New:
+    if not isinstance(k, Tensor) or not isinstance(v, Tensor):
+        raise OptionError("k_new and v_new are tensors, given together")
+    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+        raise OptionError(
+            "a cache keeps no gradients\nCall under torch.no_grad(), or detach k_new and v_new."
+        )
+    if given is None or k.ndim == 4:
+        return _New(k, v, None, k.shape[2] if k.ndim == 4 else 0)
+    edges = _edges("cu_seqlens_new", given, device) if edges is None else edges
+    counts = None
+    if not isinstance(given, Tensor) or given.device.type == "cpu":
+        listed = given.tolist() if isinstance(given, Tensor) else list(given)
+        counts = [stop - start for start, stop in zip(listed, listed[1:], strict=False)]
+    return _New(k, v, edges, counts)
+
+
+def _resolve(
+    cache: Any, sequences: Any, new: _New | None, table: RotaryTable | None
+) -> tuple[CacheView, tuple[KVCache, Any] | None]:
+    """(view of the call's sequences, where to store the lengths it comes to)."""
+    if isinstance(cache, KVCache) and sequences is not None:
+        view = cache.select(sequences)
+        _fits(view, new)
+        return view, (cache, sequences)
+    if isinstance(cache, CacheView):
+        if sequences is not None:
+            raise OptionError("a CacheView is its own sequences: leave sequences out")
+        _fits(cache, new)
+        return cache, None
+    layer = 0
+    if isinstance(cache, PagedLayer):
+        cache, layer = cache.cache, cache.index
+    elif not isinstance(cache, PagedKVCache):
+        raise DTypeError(f"cache is a KVCache, a PagedKVCache or a CacheView, not {type(cache).__name__}")
+    elif cache.num_layers != 1:
+        raise OptionError(f"the cache has {cache.num_layers} layers: give cache.layer(n)")
+    if isinstance(sequences, Batch):
+        if sequences.cache is not cache:
+            raise OptionError("the batch belongs to another cache")
+        view = sequences.views[layer]
+        _fits(view, new)
+        if cache.owners is not None:
+            cache.owners.check(view, sequences.sequences, _added(new))
+        return view, None
+    if sequences is None:
+        raise OptionError("a paged cache is told which sequences a call is about: sequences=[...]")
+    numbers = tuple(sequences.tolist() if isinstance(sequences, Tensor) else sequences)
+    if new is not None and new.counts is None:
+        raise OptionError(
+            "a paged cache has to see the new tokens' cu_seqlens on the host\n"
+            "Give a list or a CPU tensor, or a batch that you advance yourself: PagedKVCache.batch."
+        )
+    _fits(cache.step(numbers, layer, 0), new)
+    view = cache.step(numbers, layer, 0 if new is None or new.counts is None else new.counts)
+    if cache.owners is not None:
+        cache.owners.check(view, numbers, _added(new))
+    return view, None
+
+
+def _added(new: _New | None) -> Tensor | int:
+    if new is None:
+        return 0
+    return new.k.shape[2] if new.edges is None else new.edges[1:] - new.edges[:-1]
+
+
+def _fits(view: CacheView, new: _New | None) -> None:
+    """Raise before anything is written, if something is wrong."""
+    if new is not None:
+        check_new(Append(new.k, new.v, view.k, view.v, view.lengths, cu_seqlens_new=new.edges))
+
+
+def _append(
+    view: CacheView, q: Tensor, edges_q: Tensor | None, new: _New | None, table: RotaryTable | None,
+    positions: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Write the new tokens, advance the view's lengths; gives q, turned if there is a table."""
+    added = _added(new)
+    first = view.lengths if view.leftpad is None else view.lengths - view.leftpad
+    if table is not None:
+        check_table(q, table.cos, table.sin)
+        if positions is not None:
+            _check_given(positions, q, edges_q, new, table)
+        elif first.device.type == "cpu" and first.numel() and not torch.compiler.is_compiling():
+            check_positions((first + added).max() - 1, table.cos)
+    # A gradient of q goes through torch's own operations.
+    apart = table is not None and (new is None or (torch.is_grad_enabled() and q.requires_grad))
+    turned: Tensor | None = None
+    if table is not None and apart:
+        at = query_positions(q, first + added, edges_q) if positions is None else positions
+        rows = q if edges_q is not None else q.transpose(1, 2)
+        turned = turn(rows, table.cos, table.sin, at, table.interleaved)
+        turned = turned if edges_q is not None else turned.transpose(1, 2)
+    if new is not None:
+        cos, sin, interleaved = (None, None, False) if table is None else table
+        given = None if positions is None or table is None else positions.to(torch.int32)
+        with_q = table is not None and not apart
+        inputs = Append(
+            new.k, new.v, view.k, view.v, view.lengths, view.block_table, new.edges, q if with_q else None,
+            edges_q if with_q else None, cos, sin, interleaved, given if with_q else None, given,
+            None if view.leftpad is None else first, view.k_scale, view.v_scale,
+        )  # fmt: skip
+        found = append(inputs, trusted=view.trusted)
+        if with_q:
+            turned = found
+        _advance(view, added)
+    return q if turned is None else turned
+
+
+def _advance(view: CacheView, added: Tensor | int) -> None:
+    """Count the new keys; on a GPU never beyond the capacity, since those have not been written."""
+    with torch.no_grad():
+        view.lengths.add_(added)
+        if not view.trusted and view.lengths.device.type != "cpu":
+            view.lengths.clamp_(max=view.capacity)
+
+
+def _check_given(
+    positions: Tensor, q: Tensor, edges_q: Tensor | None, new: _New | None, table: RotaryTable
+) -> None:
+    checks.check_int_tensor("positions", positions.reshape(-1))
+    shape = (q.shape[0],) if edges_q is not None else (q.shape[0], q.shape[2])
+    if tuple(positions.shape) != shape:
+        raise ShapeError(
+            message(f"positions has a number for each query, {shape}", {"positions": positions, "q": q})
+        )
+    if new is not None:
+        tokens = new.k.shape[0] if new.edges is not None else new.k.shape[2]
+        if (new.edges is None) != (edges_q is None) or tokens != (
+            q.shape[0] if edges_q is not None else q.shape[2]
+        ):
+            rule = "positions say where queries and new keys stand: there are as many of both"
+            raise ShapeError(message(rule, {"q": q, "k_new": new.k}))
+    check_positions(positions, table.cos)
+
+
+def _into(out: Tensor, result: Tensor) -> Tensor:
+    if out.shape != result.shape or out.dtype != result.dtype or out.device != result.device:
+        raise ShapeError(
+            message("out has the result's shape, dtype and device", {"out": out, "result": result})
+        )
+    if result.requires_grad or out.requires_grad:
+        raise OptionError("out= does not support autograd\nCall under torch.no_grad(), or without out=.")
+    return out.copy_(result)

@@ -1,0 +1,128 @@
+"""Caches in one piece, and what every cache is to a call: pools, a table, lengths."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tilewise import checks
+from tilewise.errors import OptionError, ShapeError, message
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class CacheView:
+    """Keys and values of B sequences as a call reads and extends them; tensors only, so it can be captured in a CUDA
+    graph and compiled.
+
+    k, v: pools (P, H_kv, S, D) and (P, H_kv, S, D_v), the last stride 1.
+    lengths: (B,) int32 keys present, on the pools' device; a call that appends advances them in place.
+    block_table: (B, M) int32 page of keys j // S of each sequence; None: sequence b is page b.
+    leftpad: (B,) int32 keys of padding in front, hidden; positions count behind them. None: no padding.
+    k_scale, v_scale: (H_kv,) or (P, H_kv) float32 factors of what is stored, None: 1.
+    trusted: whether whoever made the view guarantees room and pages, so that a call looks at neither.
+    """
+
+    def __init__(
+        self, k: Tensor, v: Tensor, lengths: Tensor, block_table: Tensor | None = None, leftpad: Tensor | None = None,
+        k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, trusted: bool = False,
+    ) -> None:  # fmt: skip
+        self.k, self.v, self.lengths = k, v, lengths
+        self.block_table, self.leftpad = block_table, leftpad
+        self.k_scale, self.v_scale, self.trusted = k_scale, v_scale, trusted
+        self.kind = (
+            lengths.shape, block_table if block_table is None else (block_table.shape, block_table.stride()),
+            leftpad is None, *(t if t is None else t.shape for t in (k_scale, v_scale)),
+        )  # fmt: skip
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        return self.lengths.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """Keys that one sequence can hold."""
+        return self.k.shape[2] * (1 if self.block_table is None else self.block_table.shape[1])
+
+
+class KVCache(CacheView):
+    """Keys and values of B sequences (slots), each in one piece of memory with room for `capacity` keys.
+
+    Args:
+        k, v: (B, H_kv, capacity, D) and (B, H_kv, capacity, D_v), the last stride 1; kept, not copied.
+        lengths: (B,) integers, keys present; None: none.
+        leftpad: (B,) integers, hidden keys in front of each sequence, None: none.
+        k_scale, v_scale: (H_kv,) or (B, H_kv) factors of what is stored.
+
+    `attention_with_cache(q, cache, k, v)` appends to every slot; `sequences=` names some of them, in any order.
+    `reset` empties slots, `crop` shortens them.
+
+    Raises: ShapeError, DTypeError for tensors that do not fit together.
+    """
+
+    def __init__(
+        self, k: Tensor, v: Tensor, lengths: Tensor | None = None, leftpad: Tensor | None = None,
+        k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
+            rule = "k is (B, H_kv, capacity, D) and v (B, H_kv, capacity, D_v)"
+            raise ShapeError(message(rule, {"k": k, "v": v}))
+        if lengths is None:
+            lengths = torch.zeros(k.shape[0], dtype=torch.int32, device=k.device)
+        for name, t in (("lengths", lengths), ("leftpad", leftpad)):
+            if t is not None:
+                checks.check_int_tensor(name, t)
+                if tuple(t.shape) != (k.shape[0],):
+                    raise ShapeError(message(f"{name} has one number per slot", {name: t, "k": k}))
+        leftpad = None if leftpad is None else leftpad.to(k.device, torch.int32)
+        super().__init__(k, v, lengths.to(k.device, torch.int32), None, leftpad, k_scale, v_scale)
+
+    @staticmethod
+    def allocate(
+        batch: int, num_heads_kv: int, capacity: int, head_dim: int, *, head_dim_v: int | None = None,
+        dtype: torch.dtype = torch.float32, device: Any = None,
+    ) -> KVCache:  # fmt: skip
+        """An empty cache; memory is not written."""
+        shape = (batch, num_heads_kv, capacity)
+        k = torch.empty(*shape, head_dim, dtype=dtype, device=device)
+        v = torch.empty(*shape, head_dim if head_dim_v is None else head_dim_v, dtype=dtype, device=device)
+        return KVCache(k, v)
+
+    def select(self, sequences: Tensor | Sequence[int]) -> CacheView:
+        """A view of some slots, in the order given; appending through it advances its own lengths, not the cache's.
+
+        Raises: ShapeError for a slot that is not there (looked at on the CPU).
+        """
+        index = torch.as_tensor(sequences, device=self.k.device)
+        checks.check_int_tensor("sequences", index)
+        slots = self.k.shape[0]
+        if index.device.type == "cpu" and not torch.compiler.is_compiling():
+            for b in index.tolist():
+                if not 0 <= b < slots:
+                    raise ShapeError(f"there is no slot {b}: the cache has slots 0 to {slots - 1}")
+        index = index.to(torch.int64)
+        leftpad = None if self.leftpad is None else self.leftpad[index]
+        table = index.to(torch.int32)[:, None]
+        return CacheView(self.k, self.v, self.lengths[index], table, leftpad, self.k_scale, self.v_scale)
+
+    def store(self, sequences: Tensor | Sequence[int], view: CacheView) -> None:
+        """Take over the lengths that a view from `select` has come to."""
+        index = torch.as_tensor(sequences, device=self.k.device).to(torch.int64)
+        self.lengths.index_copy_(0, index, view.lengths)
+
+    def reset(self, sequences: Tensor | Sequence[int] | None = None) -> None:
+        """Forget all keys, or those of some slots."""
+        if sequences is None:
+            self.lengths.zero_()
+        else:
+            self.lengths[torch.as_tensor(sequences, device=self.k.device).to(torch.int64)] = 0
+
+    def crop(self, length: int) -> None:
+        """Keep at most the first `length` keys of every slot.  Raises OptionError for a negative length."""
+        if length < 0:
+            raise OptionError(f"a cache keeps 0 keys or more, not {length}")
+        self.lengths.clamp_(max=length)

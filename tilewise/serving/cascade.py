@@ -1,0 +1,121 @@
+"""Cascade: a prefix that all sequences of a call share is read once, by all their queries together.
+
+Attention over the prefix and attention over the rest are merged by the monoid of `tilewise.state`. For the prefix the
+queries of all sequences are the rows of one: nothing of the call may then depend on which row or sequence a query is,
+or on where it stands.
+Source: Juravsky et al. 2024, Hydragen, https://arxiv.org/abs/2402.05099.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import OptionError, ShapeError, UnsupportedProblem
+from tilewise.serving.read import OPTIONS, attend_pages
+from tilewise.spec.attention import AttentionSpec, spec_text
+from tilewise.spec.masks import Mask, as_mask
+from tilewise.spec.scores import as_terms
+from tilewise.spec.tiles import FULL, TileGrid, classify_tiles
+from tilewise.state import Partial, merge
+
+if TYPE_CHECKING:
+    from tilewise.serving.cache import CacheView
+
+FARTHEST = 2**30
+
+
+def attend_cascade(
+    view: CacheView, q: Tensor, cu_seqlens_q: Tensor | None, prefix: int, spec: tuple[Any, Any, Any],
+    options: tuple[Any, ...], random: tuple[float, Any],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) where the first `prefix` keys of every sequence are the pages of the first; as `attend_view`.
+
+    Raises: OptionError for a prefix that is no whole number of pages, of views without a table or with padding;
+        UnsupportedProblem for masks that hide a part of the prefix, and for what depends on row, sequence or position.
+    """
+    mask, scores, sink = spec
+    size, table = view.k.shape[2], view.block_table
+    if table is None or view.leftpad is not None:
+        raise OptionError("a shared prefix lies in pages: shared_prefix takes a paged cache, without padding")
+    if prefix < 0 or prefix % size or prefix > view.capacity:
+        raise OptionError(
+            f"shared_prefix is a multiple of the page size {size} up to {view.capacity}, not {prefix}"
+        )
+    named = dict(zip(OPTIONS, options, strict=True))
+    if named["q_offset"] is not None or named["k_offset"] != 0 or random[0]:
+        raise OptionError("shared_prefix goes with neither offsets nor dropout")
+    if table.shape[0] == 0:
+        raise OptionError("shared_prefix needs a sequence")
+    mask = as_mask(mask)
+    _refuse(view, q, cu_seqlens_q, mask, scores, prefix)
+    scales = {"k_scale": view.k_scale, "v_scale": view.v_scale}
+    common = {"scores": scores, "partial": True, **named, **scales}
+    folded = q if cu_seqlens_q is not None else q.transpose(1, 2).flatten(0, 1)
+    one = torch.full((1,), prefix, dtype=torch.int32, device=q.device)
+    rows = folded.transpose(0, 1)[None]
+    first = attend_pages(
+        rows, view.k, view.v, block_table=table[:1, : prefix // size], seqused_k=one, **common
+    )
+    after = view.lengths - prefix
+    names = () if mask.term is None else AttentionSpec.parse(spec_text(mask, (), False, False)).names
+    if not set(names) <= {"causal"}:  # what looks at differences alone needs no true positions
+        common |= {"k_offset": prefix, "q_offset": _first_positions(view, q, cu_seqlens_q)}
+    rest = attend_pages(
+        q, view.k, view.v, block_table=table[:, prefix // size :], seqused_k=after, cu_seqlens_q=cu_seqlens_q,
+        mask=mask, **common,
+    )  # fmt: skip
+    out, lse = first[0][0].transpose(0, 1), first[1][0]
+    if cu_seqlens_q is None:
+        out = out.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+        lse = lse.unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1)
+    merged = merge(Partial(out, lse), Partial(*rest))
+    merged = merged if sink is None else merged.with_sink(sink)
+    return merged.finalize(dtype=q.dtype), merged.lse
+
+
+def _refuse(
+    view: CacheView, q: Tensor, cu_seqlens_q: Tensor | None, mask: Mask, scores: Any, prefix: int
+) -> None:
+    """Raise UnsupportedProblem unless every query sees the whole prefix, and scores depend on head and score alone."""
+    spec = AttentionSpec.parse(spec_text(Mask(), as_terms(scores), False, False))
+    moving = sorted(spec.variables - {"s", "h", "g"})
+    if moving:
+        raise UnsupportedProblem(
+            f"a score term depends on {', '.join(moving)}, which differ between the queries that read a shared prefix\n"
+            "Leave shared_prefix out."
+        )
+    term = mask.term
+    if term is None:
+        return
+    if term.leaves or not _sees(spec_text(mask, (), False, False), term.ints, term.floats, prefix):
+        raise UnsupportedProblem(
+            f"the mask may hide a part of the first {prefix} keys from a query behind them\nLeave shared_prefix out."
+        )
+    if view.lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+        first = _first_positions(view, q, cu_seqlens_q)
+        if first.numel() and int(first.min()) < prefix:
+            raise ShapeError(
+                f"queries of a shared prefix stand behind its {prefix} keys: one is at {int(first.min())}"
+            )
+
+
+def _first_positions(view: CacheView, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
+    rows = q.shape[2] if cu_seqlens_q is None else cu_seqlens_q[1:] - cu_seqlens_q[:-1]
+    return view.lengths - rows
+
+
+@functools.lru_cache(maxsize=256)
+def _sees(text: str, ints: tuple[int, ...], floats: tuple[float, ...], prefix: int) -> bool:
+    """Whether any query from position `prefix` on sees every key before it, by the mask's interval form."""
+    spec = AttentionSpec.parse(text)
+    if (
+        "j" in spec.variables
+    ):  # the rest is read as a sequence of its own, whose columns begin behind the prefix
+        return False
+    rows = 2**16
+    grid = TileGrid(rows, prefix, rows, prefix, prefix, FARTHEST, 0, 0, 0, 2**16, 2**10, 2**10)
+    return bool((classify_tiles(spec.keep, grid, (), ints, floats) == FULL).all())
