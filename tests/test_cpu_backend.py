@@ -127,6 +127,26 @@ def test_words_are_accurate_and_exact_at_the_ends() -> None:
     assert out.item() == 0.0 and lse.item() == -math.inf
 
 
+@pytest.mark.parametrize("divisor", [1, -1, 2, -3, 7, 1000003, -1000003, 2**31 - 1, -(2**31), 0])
+@pytest.mark.parametrize("op", ["//", "%"])
+def test_division_by_one_number_rounds_down(op: str, divisor: int) -> None:
+    """Positions of every size by a literal and by a number given at run time, against Python's own integers.
+
+    With one key the lse is the score itself."""
+    q, k = torch.zeros(1, 1, 200, 8), torch.zeros(1, 1, 1, 8)
+    literal = eval(f"lambda s, q: s + ((q * 2) {op} ({divisor})) * 1.0")
+    given = eval(f"lambda s, q: s + ((q * 2) {op} divisor) * 1.0", {"divisor": divisor})
+    for offset in (-100, 2**30 - 200, -(2**30)):
+        xs = [2 * (offset + i) for i in range(200)]
+        whole = [0 if divisor == 0 else eval(f"x {op} divisor", {"x": x, "divisor": divisor}) for x in xs]
+        want = torch.tensor([(n + 2**31) % 2**32 - 2**31 for n in whole], dtype=torch.int32).float()
+        for term in (literal, given):
+            _, lse = tw.attention(
+                q, k, k, scores=tw.custom_score(term), q_offset=offset, backend="cpu", return_lse=True
+            )
+            assert torch.equal(lse[0, 0], want)
+
+
 def test_dropout_has_the_bits_of_the_reference() -> None:
     q, k, v = draw(2, 3, 1, 70, 150, 16, 16)
     options = {"dropout": 0.3, "seed": 2**40 + 7, "q_offset": -3, "k_offset": -30, "h_offset": 5}

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from numba import njit, types
 
+from tilewise.backends.cpu.dropout import drop_strip
 from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP
 from tilewise.backends.cpu.micro import (
     ROW,
     Micro,
     indirect,
     load_f32,
-    load_i32,
     load_i64,
     store_f32,
     store_i32,
@@ -145,7 +145,7 @@ def build_loops(isa: Isa, micro: Micro) -> Loops:
     lanes, size = isa.lanes, micro.size
     scores, weighted = build_products(isa, micro)
     widen_vector, pack_square, element_load = micro.widen_vector, micro.pack_square, micro.element_load
-    drop_four = micro.drop_four
+    dropped = drop_strip(micro)
 
     @njit(**JIT)
     def fill(base, count, value):
@@ -245,21 +245,13 @@ def build_loops(isa: Isa, micro: Micro) -> Loops:
     @njit(**JIT)
     def drop(a, w, seg, s, j, keys, strips):
         """Dropout on a tile of weights whose first key is column j of the segment."""
-        first = load_i64(seg, SEGMENT.k_offset) + j
-        factor = load_f32(a, 2 * P.factor)
+        store_i64(w + LANES.counter, 0, load_i64(a, P.h_offset))
         store_i64(w + LANES.counter, 1, load_i64(seg, SEGMENT.b) + load_i64(a, P.b_offset))
         store_i64(w + LANES.counter, 2, load_i64(a, P.threshold))
-        for x in range(BLOCK_ROWS):
-            # Heads with their offset, in the lanes of `pivot`, which the tile no longer needs.
-            store_i32(w + LANES.pivot, x, i32(load_i32(w + LANES.h, x) + load_i64(a, P.h_offset)))
-        k = first >> 2
-        while k * 4 < first + keys:
-            store_i64(w + LANES.counter, 0, k)
-            low, high = max(0, first - k * 4), min(4, first + keys - k * 4)
-            row = s + (k * 4 - first) * ROW
-            for x in range(0, strips * STRIP, lanes):
-                drop_four(row + x * 4, w + LANES.q + x * 4, w + LANES.pivot + x * 4, w + LANES.counter,
-                          a + P.seed_low * 8, low, high, factor)  # fmt: skip
-            k += 1
+        first, factor = load_i64(seg, SEGMENT.k_offset) + j, load_f32(a, 2 * P.factor)
+        for strip in range(strips):
+            at = strip * STRIP * 4
+            dropped(s + at, w + LANES.q + at, w + LANES.h + at, w + LANES.counter, a + P.seed_low * 8, first, keys,
+                    factor)  # fmt: skip
 
     return Loops(scores, weighted, widen, segment_of, set_lanes, pack, next_run, fill, drop)

@@ -37,7 +37,7 @@ _loaded: dict[str, dict[str, int]] = {}
 _said: list[str] = []
 
 
-_EMITTERS = ("isa", "parameters", "words", "micro")
+_EMITTERS = ("isa", "parameters", "words", "micro", "dropout")
 _PAIRS = ("pairs", "pair_launch", "pair_loops", "pair_forward")
 SOURCES = {
     "forward": (*_EMITTERS, *_PAIRS, "loops", "forward_kernel"),

@@ -452,30 +452,3 @@ class Micro:
             w.store(b.select(empty, none, value), lse)
 
         return _emit(_void(5), body, "m, total, sink, inverse, lse")
-
-    # ---- dropout ---------------------------------------------------------------------------------------------
-
-    @functools.cached_property
-    def drop_four(self) -> Any:
-        """drop(tile, q, h, counter, key, first, last, factor): one vector of rows, the keys of one counter.
-
-        tile is the row of the counter's word 0; words first <= w < last lie inside the tile. q and h are the
-        lanes' positions and heads; counter is (k >> 2, b, threshold) and key the seed's words, int64 each.
-        """
-
-        def body(b, tile, q, h, counter, key, first, last, factor):
-            w = self.words(b)
-
-            def number(base: ir.Value, n: int) -> ir.Value:
-                return w.splat(b.trunc(w.load(base, 8 * n, I64), I32))
-
-            lanes = [number(counter, 0), w.load(q, 0, w.i), w.load(h, 0, w.i), number(counter, 1)]
-            threshold, scale = number(counter, 2), w.splat(factor)
-            for n, word in enumerate(w.philox(lanes, (number(key, 0), number(key, 1)))):
-                here = b.and_(b.icmp_signed("<=", first, I64(n)), b.icmp_signed("<", I64(n), last))
-                with b.if_then(here):
-                    kept = b.icmp_unsigned(">=", word, threshold)
-                    value = b.fmul(w.load(tile, n * ROW), scale)
-                    w.store(b.select(kept, value, w.k(0.0)), tile, n * ROW)
-
-        return _emit(_void(7, f32), body, "tile, q, h, counter, key, first, last, factor")

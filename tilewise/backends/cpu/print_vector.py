@@ -143,6 +143,8 @@ class VectorPrinter:
         if op in ("min", "max"):
             return self._extreme(op, args, kind)
         if op in ("floordiv", "mod"):
+            if kind == "int" and wide and not self.rank[node.args[1]]:
+                return self._divide_by_one(op, args[0], self.values[node.args[1]])
             return self._divide(op, args, kind, wide)
         return getattr(b, (_INFIX_FLOAT if kind == "float" else _INFIX_INT)[op])(*args)
 
@@ -194,6 +196,19 @@ class VectorPrinter:
         if op == "floordiv":
             return quotient
         return b.select(none, zero, b.sub(x, b.mul(quotient, y)))
+
+    def _divide_by_one(self, op: str, x: ir.Value, y: ir.Value) -> ir.Value:
+        """`_divide` of int32 vectors by one int32."""
+        b, zero = self.b, self.w.n(0)
+        if isinstance(y, ir.Constant):
+            if y.constant == 0:
+                return zero
+            quotient = self.w.divide(x, int(y.constant))
+            return quotient if op == "floordiv" else b.sub(x, b.mul(quotient, self.w.splat(y)))
+        none = b.icmp_signed("==", y, I32(0))
+        quotient = self.w.divide(x, b.select(none, I32(1), y))
+        value = quotient if op == "floordiv" else b.sub(x, b.mul(quotient, self.w.splat(y)))
+        return b.select(none, zero, value)
 
     # ---- leaves ----------------------------------------------------------------------------------------------
 
