@@ -5,8 +5,9 @@ products read whole rows in order. Loop order: keys inner; (m, l, acc) stay in t
 
     scores by key -> fold terms and, on PARTIAL tiles, the mask -> absorb
 
-Memory of a thread: q and acc, 16 x (D + D_v) float32, and a tile of scores. While one product reads, the memory of
-the next is asked for: the time is that of reading k and v.
+Memory of a thread: q and acc, 16 x (D + D_v) float32, a tile of scores, and the addresses of a block's rows of k and
+v, which come from the table of pages where there is one. While one product reads, the rows of the next are asked for:
+the time is that of reading k and v.
 
 Source: Dao et al., Flash-Decoding, 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html: the keys are
 split, and the parts merged by their lse.
@@ -17,23 +18,62 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from numba import njit
+from numba import njit, types
 
 from tilewise.backends.cpu.forward_kernel import build_close
-from tilewise.backends.cpu.isa import STRIP
+from tilewise.backends.cpu.isa import LINE, STRIP
 from tilewise.backends.cpu.loops import EMPTY, FULL, JIT, Loops, build_loops, call_fold, f32, kernel
-from tilewise.backends.cpu.micro import ROW, load_f32, load_i64, store_i64, take
-from tilewise.backends.cpu.parameters import LANES, SEGMENT, P
+from tilewise.backends.cpu.micro import ROW, load_f32, load_i32, load_i64, store_i64, take
+from tilewise.backends.cpu.parameters import DECODE_BLOCK, LANES, SEGMENT, P
 from tilewise.backends.cpu.row_micro import ROWS, RowMicro
 
 if TYPE_CHECKING:
     from tilewise.backends.cpu.isa import Isa
 
 AHEAD = 4096
-"""Bytes of k and of v asked for in advance: a page, where the processor's own foresight ends."""
-SPAN = 8
-"""Keys whose rows of v are met once for each column of acc: at D = 128 they are 4 KiB, which the first-level cache
-keeps. 8 to 64 keys and 4 to 16 KiB in advance are within the noise of the measurement, about 10 %."""
+"""Bytes of k and of v asked for in advance: 2 to 8 KiB are equal within the noise of the measurement."""
+MOST_AHEAD = 64
+"""Rows asked for in advance, at most: the addresses of so many more than a block's keys are written down."""
+ADDRESSES = 8 * (DECODE_BLOCK + MOST_AHEAD + 16)
+"""Bytes of the addresses of a block's rows; 16 is the most that one step of `scores` takes."""
+SPAN = 4096
+"""Bytes of v that are met once for each column of acc: the first-level cache keeps them."""
+SCORED = 16
+"""Keys that meet one group of rows of q after another, where there are several."""
+
+
+@kernel
+def build_rows_of() -> Any:
+    """rows_of(...): where the rows of a block's keys begin."""
+
+    @njit(**JIT)
+    def rows_of(source, keys, count, to):
+        """The addresses of keys[0] and `count` - 1 after it; from keys[1] on, that of the key before keys[1].
+
+        source = (first row of page 0 or of the sequence, bytes of a row, of a page, table of pages or 0, page size,
+        pages)."""
+        base, row, page_bytes, table, size, pages = source
+        there = min(count, keys[1] - keys[0])
+        at = base + keys[0] * row
+        if table == 0:
+            for x in range(there):
+                store_i64(to, x, at + x * row)
+        else:
+            x, page = 0, keys[0] // size
+            skipped = keys[0] - page * size
+            while x < there:
+                # What a table holds is never trusted.
+                number = max(0, min(types.int64(load_i32(table, page)), pages - 1))
+                at = base + number * page_bytes + skipped * row
+                for y in range(min(size - skipped, there - x)):
+                    store_i64(to, x, at + y * row)
+                    x += 1
+                skipped, page = 0, page + 1
+        last = load_i64(to, there - 1)
+        for x in range(there, count):
+            store_i64(to, x, last)
+
+    return rows_of
 
 
 @kernel
@@ -46,6 +86,10 @@ def build_absorb(isa: Isa, micro: RowMicro, loops: Loops) -> Any:
     drop, fill = loops.drop, loops.fill
 
     @njit(**JIT)
+    def rows_ahead(row):
+        return max(1, min(AHEAD // row, MOST_AHEAD))
+
+    @njit(**JIT)
     def hidden(s, key, rows):
         """Whether no row sees the key."""
         seen = False
@@ -56,18 +100,24 @@ def build_absorb(isa: Isa, micro: RowMicro, loops: Loops) -> Any:
     @njit(**JIT)
     def absorb(a, w, seg, tiles, run, sources, rows):
         """tiles = (q, acc, s, bytes of a row of q, of acc); run = (class, first key, keys);
-        sources = (k, row bytes, v, row bytes)."""
+        sources = (addresses of the rows of k, of v)."""
         q, acc, s, q_row, acc_row = tiles
-        k, k_row, v, v_row = sources
+        k, v = sources
         n = run[2]
         dim, dim_v = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v)
-        ahead_k, ahead_v = k_row * (1 + AHEAD // (dim * size)), v_row * (1 + AHEAD // (dim_v * size))
-        for r in range(0, rows, ROWS):
-            # Where one row is left, three quarters of a step would be idle.
-            if rows - r == 1:
-                scores_1(k, k_row, n, q + r * q_row, q_row, dim, s + r * 4, ahead_k)
-            else:
-                scores_4(k, k_row, n, q + r * q_row, q_row, dim, s + r * 4, ahead_k)
+        ahead, ahead_v = rows_ahead(dim * size), rows_ahead(dim_v * size)
+        lines, lines_v = (dim * size + LINE - 1) // LINE, (dim_v * size + LINE - 1) // LINE
+        # Rows of k that several groups of rows of q meet stay in the first-level cache between them.
+        step = n if rows <= ROWS else SCORED
+        for j in range(0, n, step):
+            part, from_k, to = min(step, n - j), k + j * 8, s + j * ROW
+            for r in range(0, rows, ROWS):
+                asked = lines if r == 0 else 0
+                # Where one row is left, three quarters of a step would be idle.
+                if rows - r == 1:
+                    scores_1(from_k, part, q + r * q_row, q_row, dim, to + r * 4, ahead, asked)
+                else:
+                    scores_4(from_k, part, q + r * q_row, q_row, dim, to + r * 4, ahead, asked)
         fold = load_i64(a, P.fold_full) if run[0] == FULL else load_i64(a, P.fold_partial)
         first = 0
         if fold:
@@ -89,19 +139,21 @@ def build_absorb(isa: Isa, micro: RowMicro, loops: Loops) -> Any:
             weigh_vector(s + x * 4, at + LANES.pivot, at + LANES.l, n)
         if load_i64(a, P.dropout):
             drop(a, w, seg, s, run[1] + first, n, 1)
-        v += first * v_row
+        v += first * 8
+        span = max(SPAN // (dim_v * size), 8)
         j = 0
         while j == 0 or j < n:
             # Few keys at once, so that their rows of v are in the first-level cache for every column.
-            part = min(SPAN, n - j)
+            part = min(span, n - j)
             for r in range(0, rows, ROWS):
                 to, p, alpha = acc + r * acc_row, s + j * ROW + r * 4, w + LANES.alpha + r * 4
+                asked = lines_v if r == 0 else 0
                 if rows - r == 1:
-                    weighted_1(v + j * v_row, v_row, part, p, alpha, to, acc_row, dim_v, ahead_v)
+                    weighted_1(v + j * 8, part, p, alpha, to, acc_row, dim_v, ahead_v, asked)
                 else:
-                    weighted_4(v + j * v_row, v_row, part, p, alpha, to, acc_row, dim_v, ahead_v)
+                    weighted_4(v + j * 8, part, p, alpha, to, acc_row, dim_v, ahead_v, asked)
             fill(w + LANES.alpha, STRIP, f32(1.0))
-            j += SPAN
+            j += span
 
     return absorb
 
@@ -113,8 +165,8 @@ def build_decode(isa: Isa, dtype: str) -> Any:
     loops = build_loops(isa, micro)
     absorb, close_rows = build_absorb(isa, micro, loops), build_close(isa, micro)
     segment_of, set_lanes, next_run, fill = loops.segment_of, loops.set_lanes, loops.next_run, loops.fill
-    pack_row, finish_narrow, finish_wide = micro.pack_row, micro.finish_row, RowMicro(isa, "fp32").finish_row
-    lanes = isa.lanes
+    pack_row, finish_narrow, finish_wide = micro.pack_row, micro.finish_row(dtype), micro.finish_row("fp32")
+    lanes, rows_of = isa.lanes, build_rows_of()
 
     @njit(**JIT)
     def attend(a, w, seg, rows, unit, keys, count):
@@ -132,19 +184,31 @@ def build_decode(isa: Isa, dtype: str) -> Any:
         fill(s, (block + STRIP) * ROW // 4, f32(0.0))
         fill(w + LANES.m, STRIP, f32(-math.inf))
         fill(w + LANES.l, STRIP, f32(0.0))
+        rows_k = s + (block + STRIP) * ROW
+        rows_v = rows_k + ADDRESSES
         head = unit if load_i64(a, P.packed) else unit // load_i64(a, P.group)
-        key0, tensor_b = load_i64(seg, SEGMENT.key0), load_i64(seg, SEGMENT.tensor_b)
-        k_row, v_row = load_i64(a, P.k_n), load_i64(a, P.v_n)
-        k = load_i64(a, P.k) + tensor_b * load_i64(a, P.k_b) + head * load_i64(a, P.k_h) + key0 * k_row
-        v = load_i64(a, P.v) + tensor_b * load_i64(a, P.v_b) + head * load_i64(a, P.v_h) + key0 * v_row
+        key0, tensor_b, table = (
+            load_i64(seg, SEGMENT.key0),
+            load_i64(seg, SEGMENT.tensor_kv),
+            load_i64(seg, SEGMENT.pages),
+        )
+        k_row, v_row, k_b, v_b = (
+            load_i64(a, P.k_n),
+            load_i64(a, P.v_n),
+            load_i64(a, P.k_b),
+            load_i64(a, P.v_b),
+        )
+        size, pages = load_i64(a, P.page_size), load_i64(a, P.num_pages)
+        k = load_i64(a, P.k) + tensor_b * k_b + head * load_i64(a, P.k_h) + key0 * k_row
+        v = load_i64(a, P.v) + tensor_b * v_b + head * load_i64(a, P.v_h) + key0 * v_row
+        from_k, from_v = (k, k_row, k_b, table, size, pages), (v, v_row, v_b, table, size, pages)
         j = keys[0]
         while j < keys[1]:
             kind, n = next_run(a, w, rows, j, keys[1], block)
             if kind != EMPTY:
-                absorb(
-                    a, w, seg, (q, acc, s, q_row, acc_row), (kind, j, n),
-                    (k + j * k_row, k_row, v + j * v_row, v_row), count,
-                )  # fmt: skip
+                rows_of(from_k, (j, keys[1]), n + MOST_AHEAD + 16, rows_k)
+                rows_of(from_v, (j, keys[1]), n + MOST_AHEAD + 16, rows_v)
+                absorb(a, w, seg, (q, acc, s, q_row, acc_row), (kind, j, n), (rows_k, rows_v), count)
             j += n
         return acc, acc_row
 

@@ -14,7 +14,7 @@ import torch
 
 from tilewise.backends.cpu import fold, machine_code, pair_launch, pool
 from tilewise.backends.cpu.isa import BLOCK_ROWS, LINE, Isa, detect, uses_pairs
-from tilewise.backends.cpu.parameters import LANES, SEGMENT, P
+from tilewise.backends.cpu.parameters import DECODE_BLOCK, LANES, SEGMENT, P
 from tilewise.backends.cpu.print_interval import needs_table
 from tilewise.backends.cpu.slots import Slots, describe, fill, float_bits
 from tilewise.backends.protocol import Schedule
@@ -37,7 +37,6 @@ SHORTEST_SPLIT = 512
 """A call with fewer than FEWEST_TASKS blocks of rows splits the keys, no finer than SHORTEST_SPLIT."""
 DECODE_ROWS = 16
 """Rows of a KV head, over its group, up to which `decode_kernel` takes a sequence: beyond, lanes over rows are full."""
-DECODE_BLOCK = 64
 DECODE_TASKS = 64
 """Wanted tasks of decode: reading is shared by more cores than this needs, and parts are merged at little cost."""
 WAYS = {
@@ -302,7 +301,7 @@ def lay_out(
         count = units * -(-rows // BLOCK_ROWS) * splits
         if count == 0:
             continue
-        numbers += [*piece, tasks, splits, chunk, *table, 0, groups]
+        numbers += [*piece, tasks, splits, chunk, *table, 0, groups, piece.tensor_b, 0]
         tasks += count
         groups += -(-piece.keys // pair_launch.GROUP)
         blocks = max(blocks, -(-rows // BLOCK_ROWS))

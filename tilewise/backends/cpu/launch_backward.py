@@ -102,7 +102,7 @@ def lay_out(block: Block, problem: Problem, inputs: Inputs, found: list[Piece]) 
     for piece, table in zip(found, class_tables(block, problem, inputs, found), strict=True):
         splits, chunk = splits_of(problem, piece)
         rows = piece.rows * (problem.group if packed else 1)
-        numbers += [*piece, tasks, splits, chunk, *table, tiles, 0]
+        numbers += [*piece, tasks, splits, chunk, *table, tiles, 0, piece.tensor_b, 0]
         tasks += s.num_heads_kv * splits
         tiles += (s.num_heads_kv if packed else s.num_heads_q) * -(-rows // BLOCK_ROWS)
         most = max(most, splits)

@@ -22,7 +22,7 @@ P = _slots(
     "do do_b do_h do_n dq dq_b dq_h dq_n dk dk_b dk_h dk_n dv dv_b dv_h dv_n dlse dlse_b dlse_h "
     "sink_rows sink_rows_b sink_rows_h "
     "exact heads heads_kv group head_dim head_dim_v packed wide_out total_rows key_block superblock "
-    "part_out part_lse part_dq dq_rows turned_v copied leaf_parts leaf_part_bytes "
+    "part_out part_lse part_dq dq_rows turned_v copied leaf_parts leaf_part_bytes page_size num_pages "
     "scale sink "
     "dropout threshold factor seed_low seed_high h_offset b_offset "
     "classify fold_full fold_partial slopes_full slopes_partial spec",
@@ -33,11 +33,15 @@ for products of pairs, 0 where each block is turned when it is met. dq_rows: row
 SEGMENT = _slots(
     "SEGMENT",
     "row0 rows key0 keys q_offset k_offset b tensor_b first_task splits chunk table columns first_tile first_group "
-    "size",
+    "tensor_kv pages size",
 )
 """A batch entry or a packed sequence; its tasks are first_task and on. table: address of the
 classes of its tiles, rows of `columns` bytes, where the host made them. first_tile and first_group: blocks of rows
-of dq and groups of 32 keys of those before it."""
+of dq and groups of 32 keys of those before it. tensor_kv: entry of k and v, as tensor_b of q and out. pages: address
+of its row of the table of pages, 0 where its keys lie in one piece."""
+
+DECODE_BLOCK = 64
+"""Keys of a block of `decode_kernel`."""
 
 LANE = 4 * BLOCK_ROWS
 _VECTORS = ["m", "l", "pivot", "alpha", "top", "inverse", "lse", "sink", "counter", "low", "delta"]
