@@ -12,11 +12,10 @@ from torch import Tensor
 
 from tilewise.compat import flash_cache as fc
 from tilewise.compat.flash_spelling import (
-    Pair,
     check_rank,
     dense,
     draw_seed,
-    even_edges,
+    from_pages,
     packed,
     packed_probabilities,
     probabilities,
@@ -114,25 +113,14 @@ def flash_attn_varlen_func(
     options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     edges = (cu_seqlens_q, cu_seqlens_k)
     if block_table is not None:
-        k, v, edges, options["seqused_k"] = pages_as_sequences(k, v, edges, block_table)
-    out, lse = packed(q, k, v, edges, options)
+        lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+        out, lse = from_pages(q, k, v, cu_seqlens_q, block_table, lengths, options)
+    else:
+        out, lse = packed(q, k, v, edges, options)
     if not return_attn_probs:
         return out
     wanted = dropout_p > 0 and block_table is None
     return out, lse, packed_probabilities(q, k, edges, options) if wanted else q.new_empty(0)
-
-
-def pages_as_sequences(
-    k: Tensor, v: Tensor, edges: Pair, table: Tensor
-) -> tuple[Tensor, Tensor, Pair, Tensor]:
-    """Pages gathered into equally long sequences: k, v (B * capacity, H_kv, D), cu_seqlens, used lengths."""
-    lengths = edges[1][1:] - edges[1][:-1]
-    cache = fc.Cache(k, v, lengths, table=table)
-    fc.check_pages(cache, lengths)
-    batch = table.shape[0]
-    even = even_edges(batch, cache.capacity, k.device).to(edges[1].dtype)
-    k, v = cache.whole(k, batch).flatten(0, 1), cache.whole(v, batch).flatten(0, 1)
-    return k, v, (edges[0], even), lengths
 
 
 def flash_attn_varlen_qkvpacked_func(

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from tilewise.api import attention_partial_backward
-from tilewise.compat.flash_attn2 import pages_as_sequences
 from tilewise.compat.flash_spelling import (
     dense,
     draw_seed,
+    from_pages,
     packed,
     packed_probabilities,
     probabilities,
@@ -73,9 +73,10 @@ def _flash_attn_varlen_forward(
     options = _options(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, seed)
     edges = (cu_seqlens_q, cu_seqlens_k)
     if block_table is not None:
-        k, v, edges, used = pages_as_sequences(k, v, edges, block_table)
-        seqused_k = used if seqused_k is None else seqused_k
-    out, lse = packed(q, k, v, edges, {**options, "seqused_k": seqused_k})
+        used = cu_seqlens_k[1:] - cu_seqlens_k[:-1] if seqused_k is None else seqused_k
+        out, lse = from_pages(q, k, v, cu_seqlens_q, block_table, used, options)
+    else:
+        out, lse = packed(q, k, v, edges, {**options, "seqused_k": seqused_k})
     wanted = return_softmax and dropout_p > 0 and block_table is None
     weights = packed_probabilities(q, k, edges, options) if wanted else q.new_empty(0)
     return out, lse, weights, q.new_empty(0, dtype=torch.int64) if seed is None else seed

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from tilewise.compat import flash_attn3
-from tilewise.compat.flash_attn2 import pages_as_sequences
 from tilewise.compat.flash_attn3 import FP8, with_qv
-from tilewise.compat.flash_cache import Cache, check_pages
 from tilewise.compat.flash_spelling import (
     Pair,
     check_rank,
     dense,
     even_edges,
+    from_pages,
     packed,
     spell,
     terms,
@@ -139,41 +138,37 @@ def flash_attn_varlen_func(
         check_rank(4, q=q)
         flat_q, flat_qv = q.flatten(0, 1), None if qv is None else qv.flatten(0, 1)
         edges_q = even_edges(q.shape[0], q.shape[1], q.device)
-    flat_k, flat_v, edges, used = _keys(k, v, edges_q, cu_seqlens_k, seqused_k, page_table)
     options = spell(visible_signed(causal, window_size), terms(softcap), softmax_scale, deterministic)
-    options |= {"sink": learnable_sink, "seqused_q": seqused_q, "seqused_k": used}
-    options["batch_invariant"] = seqlen_k_per_split is not None
-    out, lse = packed(*with_qv(flat_q, flat_k, flat_v, flat_qv), flat_v, edges, options)
+    options |= {
+        "sink": learnable_sink,
+        "seqused_q": seqused_q,
+        "batch_invariant": seqlen_k_per_split is not None,
+    }
+    if page_table is not None:
+        if cu_seqlens_k is not None:
+            seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+        both = with_qv(flat_q, k, v, flat_qv)
+        out, lse = from_pages(*both, v, edges_q, page_table, seqused_k, options)
+    else:
+        flat_k, flat_v, edges = _keys(k, v, edges_q, cu_seqlens_k)
+        options["seqused_k"] = seqused_k
+        out, lse = packed(*with_qv(flat_q, flat_k, flat_v, flat_qv), flat_v, edges, options)
     if rows is not None:
         out, lse = out.unflatten(0, rows), lse.unflatten(1, rows).transpose(0, 1)
     return _answer((out, lse), q, (q, k, v, qv, learnable_sink), return_lse, qv)
 
 
-def _keys(
-    k: Tensor,
-    v: Tensor,
-    edges_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    seqused_k: Tensor | None,
-    table: Tensor | None,
-) -> tuple[Tensor, Tensor, Pair, Tensor | None]:
-    """k, v packed, both cu_seqlens, and used lengths."""
-    if table is not None:
-        if cu_seqlens_k is not None:
-            return pages_as_sequences(k, v, (edges_q, cu_seqlens_k), table)
-        cache = Cache(k, v, seqused_k, table=table)
-        batch = table.shape[0]
-        check_pages(cache, cache.present(batch))
-        k, v = cache.whole(k, batch), cache.whole(v, batch)
-    if cu_seqlens_k is not None and table is None:
-        return k, v, (edges_q, cu_seqlens_k), seqused_k
+def _keys(k: Tensor, v: Tensor, edges_q: Tensor, cu_seqlens_k: Tensor | None) -> tuple[Tensor, Tensor, Pair]:
+    """k, v packed, and both cu_seqlens."""
+    if cu_seqlens_k is not None:
+        return k, v, (edges_q, cu_seqlens_k)
     check_rank(4, k=k, v=v)
     if k.shape[0] != edges_q.shape[0] - 1:
         raise ShapeError(
             message("without cu_seqlens_k, k is (B, N_k, H_kv, D), one entry per sequence of q", {"k": k})
         )
     even = even_edges(k.shape[0], k.shape[1], k.device).to(edges_q.dtype)
-    return k.flatten(0, 1), v.flatten(0, 1), (edges_q, even), seqused_k
+    return k.flatten(0, 1), v.flatten(0, 1), (edges_q, even)
 
 
 def flash_attn_combine(

@@ -1,7 +1,7 @@
-"""flash_attn_with_kvcache of flash_attn 2 and 3: append to a cache in place, rotate, attend.
+"""flash_attn_with_kvcache of flash_attn 2 and 3 on `tilewise.serving`: append to a cache in place, rotate, attend.
 
-Built from a gather and one attention call: right for every layout, and no faster than that. A paged cache or
-one read through `cache_batch_idx` is copied once per call; a plain cache is read where it lies.
+The cache is read where it lies, whatever its layout: pages of any size, rows named by `cache_batch_idx`, padding on
+the left. Only with qv keys and values are put side by side, which copies them once per call.
 
 Positions, as in the original: the cache of sequence b holds keys from its left padding up to its length, new
 keys follow, and the last query lines up with the last key. Everything runs without gradients.
@@ -14,21 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.compat.flash_spelling import Pair, dense, even_edges, locate, packed
-from tilewise.compat.rotary import rotate
+from tilewise.backends.protocol import Append
+from tilewise.checks import check_pages
+from tilewise.compat.flash_spelling import Pair, dense_view, locate
 from tilewise.errors import OptionError, ShapeError, message
-from tilewise.spec.masks import Mask, key_padding
-from tilewise.spec.term import Atom
-
-
-class AfterPadding(Atom):
-    """Keys at positions from 0 on."""
-
-    name = "after_padding"
-
-    @staticmethod
-    def keep(k: Any) -> Any:
-        return k >= 0
+from tilewise.serving.append import append
+from tilewise.serving.cache import CacheView
+from tilewise.serving.read import attend_view
+from tilewise.serving.rotary import check_reach, check_table
 
 
 class Cache(NamedTuple):
@@ -52,27 +45,21 @@ class Cache(NamedTuple):
         return self.k.shape[1] * (1 if self.table is None else self.table.shape[1])
 
     def present(self, batch: int) -> Tensor:
-        """(batch,) int64 keys present."""
+        """(batch,) int32 keys present."""
         device = self.k.device
         if isinstance(self.lengths, Tensor):
-            return self.lengths.to(device, torch.int64).expand(batch)
-        return torch.full((batch,), self.capacity if self.lengths is None else self.lengths, device=device)
+            return self.lengths.to(device, torch.int32).expand(batch)
+        count = self.capacity if self.lengths is None else self.lengths
+        return torch.full((batch,), count, dtype=torch.int32, device=device)
 
-    def places(self, sequence: Tensor, position: Tensor) -> Pair:
-        """Where key `position` of `sequence` lies: indices into the first two dimensions of k and v."""
-        if self.table is not None:
-            size = self.k.shape[1]
-            return self.table[sequence, position // size].to(torch.int64), position % size
-        return (sequence if self.rows is None else self.rows.to(torch.int64)[sequence]), position
-
-    def whole(self, t: Tensor, batch: int) -> Tensor:
-        """(batch, capacity, H_kv, D): a view of a plain cache, a copy of a paged or indexed one."""
-        if self.table is not None:
-            pages = self.table.to(torch.int64).clamp(
-                0, max(t.shape[0] - 1, 0)
-            )  # entries beyond a length hold anything
-            return t[pages].flatten(1, 2)
-        return t[:batch] if self.rows is None else t[self.rows.to(torch.int64)]
+    def view(self, lengths: Tensor) -> CacheView:
+        """The cache as calls read it; lengths, pages and padding have been looked at."""
+        table = self.table if self.rows is None else self.rows[:, None]
+        leftpad = None if self.leftpad is None else self.leftpad.to(self.k.device, torch.int32)
+        return CacheView(
+            self.k.transpose(1, 2), self.v.transpose(1, 2), lengths,
+            None if table is None else table.to(self.k.device, torch.int32), leftpad, trusted=True,
+        )  # fmt: skip
 
 
 class Rotary(NamedTuple):
@@ -135,68 +122,60 @@ def _check_step(step: Step, cache: Cache, rotary: Rotary | None) -> None:
         )
     if cache.k.device.type != "cpu" or torch.compiler.is_compiling():
         return
+    _check_present(step, cache)
+
+
+def _check_present(step: Step, cache: Cache) -> None:
+    """Lengths, rows, padding and the pages in use, on the CPU."""
     present = cache.present(step.batch)
     if present.numel() and not 0 <= int(present.min()) <= int(present.max()) <= cache.capacity:
         raise ShapeError(
             f"cache_seqlens runs from {int(present.min())} to {int(present.max())}; a sequence holds {cache.capacity}"
         )
+    if cache.table is not None:
+        check_pages(cache.table, cache.k.shape[1], cache.k.shape[0], (None, present))
+    for name, t, most in (
+        ("cache_batch_idx", cache.rows, cache.k.shape[0] - 1), ("cache_leftpad", cache.leftpad, cache.capacity),
+    ):  # fmt: skip
+        if t is not None and t.numel() and not 0 <= int(t.min()) <= int(t.max()) <= most:
+            raise ShapeError(f"{name} runs from {int(t.min())} to {int(t.max())}, and is from 0 to {most}")
 
 
-def check_pages(cache: Cache, lengths: Tensor) -> None:
-    """Every page that holds keys exists; looked at on the CPU, clamped elsewhere."""
-    if cache.table is None or cache.table.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    used = torch.arange(cache.table.shape[1]) * cache.k.shape[1] < lengths[:, None]
-    wrong = used & ((cache.table < 0) | (cache.table >= cache.k.shape[0]))
-    if bool(wrong.any()):
-        b, page = wrong.nonzero()[0].tolist()
-        raise ShapeError(
-            f"page {page} of sequence {b} is {int(cache.table[b, page])}, and there are {cache.k.shape[0]} pages"
-        )
-
-
-def _append(step: Step, cache: Cache, present: Tensor, rotary: Rotary | None) -> Tensor:
-    """Write the new keys and values in place; returns how many each sequence got, (B,) int64."""
-    k, v = step.k, step.v
+def _append(step: Step, cache: Cache, present: Tensor, rotary: Rotary | None, moving: bool) -> Pair:
+    """Write the new keys and values in place; gives the turned q, (B, H, N, D) or packed, and the new lengths."""
+    q = step.q if step.cu_seqlens_q is not None else step.q.transpose(1, 2)
+    k, v, edges = step.k, step.v, step.cu_seqlens_k_new
     if k is None or v is None:
-        return torch.zeros_like(present)
-    if step.cu_seqlens_k_new is None:
-        sequence = torch.arange(k.shape[0], device=k.device)[:, None]
-        place = torch.arange(k.shape[1], device=k.device)
-        added = torch.full_like(present, k.shape[1])
+        return q, present
+    if edges is None:
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        added: int | Tensor = k.shape[2]
     else:
-        sequence, place = locate(step.cu_seqlens_k_new, k.shape[0])
-        added = (step.cu_seqlens_k_new[1:] - step.cu_seqlens_k_new[:-1]).to(torch.int64)
-    lengths = present + added
-    looked_at = lengths.device.type == "cpu" and not torch.compiler.is_compiling()
-    if looked_at and bool((lengths > cache.capacity).any()):
-        b = int(lengths.argmax())
-        raise ShapeError(
-            f"sequence {b} would hold {int(lengths[b])} keys, and has room for {cache.capacity}\n"
-            "Give a longer cache, or more pages in the table."
-        )
-    check_pages(cache, lengths)
+        edges = edges.to(torch.int32)
+        added = edges[1:] - edges[:-1]
+    view = cache.view(present)
+    turning: dict[str, Any] = {}
     if rotary is not None:
-        start = present if rotary.start is None else rotary.start.to(torch.int64)
-        k = rotate(k, rotary.cos, rotary.sin, start[sequence] + place, rotary.interleaved)
-    where = cache.places(sequence, present[sequence] + place)
-    cache.k[where] = k.to(cache.k.dtype)
-    cache.v[where] = v.to(cache.v.dtype)
-    return added
+        check_table(q, rotary.cos, rotary.sin)
+        start = present if rotary.start is None else rotary.start.to(torch.int32)
+        check_reach(start, added, rotary.cos)
+        turning = {
+            "q": q, "cu_seqlens_q": step.cu_seqlens_q, "cos": rotary.cos, "sin": rotary.sin, "first": start,
+            "interleaved": rotary.interleaved, "positions_q": _query_positions(step, start, moving),
+        }  # fmt: skip
+    turned = append(
+        Append(k, v, view.k, view.v, present, view.block_table, edges, **turning), trusted=not view.k.is_cpu
+    )
+    return q if turned is None else turned, present + added
 
 
-def _rotated_query(step: Step, present: Tensor, rotary: Rotary | None, moving: bool) -> Tensor:
-    """q at its position, or, where nothing depends on its row, all of it at the first new position."""
-    if rotary is None:
-        return step.q
-    start = present if rotary.start is None else rotary.start.to(torch.int64)
+def _query_positions(step: Step, start: Tensor, moving: bool) -> Tensor:
+    """Each query at its own position, or, where nothing depends on its row, all of them at the first new one."""
     if step.cu_seqlens_q is None:
-        place = torch.arange(step.q.shape[1] if moving else 1, device=step.q.device)
-        positions = start[:, None] + place
-    else:
-        sequence, place = locate(step.cu_seqlens_q, step.q.shape[0])
-        positions = start[sequence] + (place if moving else 0)
-    return rotate(step.q, rotary.cos, rotary.sin, positions, rotary.interleaved)
+        place = torch.arange(step.q.shape[1], dtype=torch.int32, device=step.q.device)
+        return start[:, None] + (place if moving else place * 0)
+    sequence, place = locate(step.cu_seqlens_q, step.q.shape[0])
+    return (start[sequence] + (place if moving else place * 0)).to(torch.int32)
 
 
 @torch.no_grad()
@@ -208,24 +187,11 @@ def attend(step: Step, cache: Cache, rotary: Rotary | None, options: dict[str, A
     Returns: out in q's layout, lse (B, H, N) or (H, T).
     """
     _check_step(step, cache, rotary)
-    batch = step.batch
-    present = cache.present(batch)
-    lengths = present + _append(step, cache, present, rotary)
-    check_pages(cache, lengths)
-    q = _rotated_query(step, present, rotary, moving)
-    k, v = cache.whole(cache.k, batch), cache.whole(cache.v, batch)
+    q, lengths = _append(step, cache, cache.present(step.batch), rotary, moving)
     if step.qv is not None:
-        q, k = torch.cat((q, step.qv), -1), torch.cat((k, v), -1)
-    pad = torch.zeros_like(lengths) if cache.leftpad is None else cache.leftpad.to(torch.int64)
-    mask = options["mask"]
-    if cache.leftpad is not None:
-        mask = mask & Mask(AfterPadding.bind())
-        options = {**options, "k_offset": -pad}
-    if step.cu_seqlens_q is None:
-        mask = mask & key_padding(lengths)
-        return dense(q, k, v, {**options, "mask": mask, "q_offset": lengths - pad - q.shape[1]})
-    cu_q = step.cu_seqlens_q
-    rows = (cu_q[1:] - cu_q[:-1]).to(torch.int64)
-    edges = even_edges(batch, k.shape[1], k.device)
-    options = {**options, "mask": mask, "q_offset": lengths - pad - rows, "seqused_k": lengths}
-    return packed(q, k.flatten(0, 1), v.flatten(0, 1), (cu_q, edges.to(cu_q.dtype)), options)
+        qv = step.qv if step.cu_seqlens_q is not None else step.qv.transpose(1, 2)
+        q, cache = torch.cat((q, qv), -1), cache._replace(k=torch.cat((cache.k, cache.v), -1))
+    edges = None if step.cu_seqlens_q is None else step.cu_seqlens_q.to(torch.int32)
+    out, lse = attend_view(cache.view(lengths), q, edges, *dense_view(options), True)
+    assert lse is not None
+    return (out if edges is not None else out.transpose(1, 2)), lse

@@ -13,9 +13,16 @@ from torch import Tensor
 
 from tilewise.api import attention, attention_varlen
 from tilewise.errors import OptionError, ShapeError, message
+from tilewise.rotary import locate
+from tilewise.serving.read import OPTIONS, attend_pages
 from tilewise.spec.dropout import dropout_mask
 from tilewise.spec.masks import Mask, WindowLeft, WindowRight, causal, chunk, window
 from tilewise.spec.scores import ScoreTerm, alibi, softcap
+
+__all__ = [
+    "Pair", "check_rank", "dense", "dense_view", "draw_seed", "even_edges", "from_pages", "locate", "packed",
+    "packed_probabilities", "probabilities", "spell", "terms", "visible", "visible_signed",
+]  # fmt: skip
 
 Pair = tuple[Tensor, Tensor]
 
@@ -91,20 +98,49 @@ def packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Pair, options: dict[str,
     return out, lse
 
 
+def from_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    edges_q: Tensor,
+    table: Tensor,
+    lengths: Tensor | None,
+    options: dict[str, Any],
+) -> Pair:
+    """q (T_q, H, D) over pages k (pages, page_size, H_kv, D) and v, read where they lie -> out (T_q, H, D_v), lse."""
+    check_rank(3, q=q)
+    check_rank(4, k=k, v=v)
+    return attend_pages(
+        q,
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        cu_seqlens_q=edges_q,
+        block_table=table,
+        seqused_k=lengths,
+        **options,
+    )
+
+
+def dense_view(options: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[float, Any]]:
+    """Options of `attention` as `serving.read.attend_view` takes them: spec, the others in order, dropout and seed."""
+    named = {
+        "k_offset": 0,
+        "h_offset": 0,
+        "batch_invariant": False,
+        "backend": "auto",
+        "allow_quadratic": False,
+    }
+    named |= options
+    spec = (named["mask"], named["scores"], named.get("sink"))
+    return spec, tuple(named.get(name) for name in OPTIONS), (named.get("dropout", 0.0), named.get("seed"))
+
+
 def check_rank(rank: int, **tensors: Tensor) -> None:
     """Raise ShapeError unless every tensor has that many dimensions."""
     for name, t in tensors.items():
         if t.ndim != rank:
             shape = {3: "(total tokens, heads, head size)", 4: "(batch, tokens, heads, head size)"}[rank]
             raise ShapeError(message(f"{name} has {rank} dimensions, {shape}", {name: t}))
-
-
-def locate(cu_seqlens: Tensor, total: int) -> Pair:
-    """(sequence, place inside it) of each of `total` packed tokens, int64 (total,); nothing is read on the host."""
-    token = torch.arange(total, device=cu_seqlens.device)
-    edges = cu_seqlens.to(torch.int64)
-    sequence = torch.searchsorted(edges[1:].contiguous(), token, right=True).clamp(max=max(len(edges) - 2, 0))
-    return sequence, token - edges[sequence]
 
 
 def even_edges(batch: int, length: int, device: torch.device) -> Tensor:

@@ -11,42 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilewise.compat.flash_spelling import locate
 from tilewise.errors import OptionError, ShapeError, message
+from tilewise.serving.rotary import locate, rotate
 
 __all__ = [
     "RotaryEmbedding", "apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_kv_", "apply_rotary_emb_qkv_",
     "apply_rotary_emb_torch",
 ]  # fmt: skip
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """x (..., H, D) turned by the angles in rows `positions` of cos and sin; positions broadcast to (...).
-
-    Raises ShapeError for a position outside the tables (looked at on the CPU; clamped on a GPU).
-    """
-    half, rows = cos.shape[-1], cos.shape[0]
-    if 2 * half > x.shape[-1] or sin.shape != cos.shape:
-        raise ShapeError(
-            message(
-                "cos and sin have shape (positions, rotary_dim / 2), rotary_dim at most the head size",
-                {"x": x, "cos": cos, "sin": sin},
-            )
-        )
-    if positions.device.type == "cpu" and positions.numel() and not torch.compiler.is_compiling():
-        low, high = int(positions.min()), int(positions.max())
-        if low < 0 or high >= rows:
-            raise ShapeError(
-                message(f"positions run from {low} to {high}, and the tables have {rows} rows", {"cos": cos})
-            )
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    rows_read = positions.clamp(0, max(rows - 1, 0))
-    c, s = (t[rows_read].to(wide)[..., None, :] for t in (cos, sin))
-    part = x[..., : 2 * half].to(wide)
-    a, b = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
-    turned = (a * c - b * s, a * s + b * c)
-    rotated = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-    return torch.cat((rotated.to(x.dtype), x[..., 2 * half :]), -1)
 
 
 def apply_rotary_emb(

@@ -15,7 +15,15 @@ from tilewise.serving.cache import CacheView, KVCache
 from tilewise.serving.cascade import attend_cascade
 from tilewise.serving.paged import Batch, PagedKVCache, PagedLayer
 from tilewise.serving.read import attend_view
-from tilewise.serving.rotary import RotaryTable, as_table, check_positions, check_table, query_positions, turn
+from tilewise.serving.rotary import (
+    RotaryTable,
+    as_table,
+    check_positions,
+    check_reach,
+    check_table,
+    query_positions,
+    turn,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -198,8 +206,8 @@ def _append(
         check_table(q, table.cos, table.sin)
         if positions is not None:
             _check_given(positions, q, edges_q, new, table)
-        elif first.device.type == "cpu" and first.numel() and not torch.compiler.is_compiling():
-            check_positions((first + added).max() - 1, table.cos)
+        else:
+            check_reach(first, added, table.cos)
     # A gradient of q goes through torch's own operations.
     apart = table is not None and (new is None or (torch.is_grad_enabled() and q.requires_grad))
     turned: Tensor | None = None

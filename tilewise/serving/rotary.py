@@ -14,6 +14,7 @@ __all__ = [
     "RotaryTable",
     "as_table",
     "check_positions",
+    "check_reach",
     "check_table",
     "locate",
     "query_positions",
@@ -73,6 +74,17 @@ def check_positions(positions: Tensor, cos: Tensor) -> None:
     low, high = (int(n) for n in torch.aminmax(positions))
     if low < 0 or high >= cos.shape[0]:
         rule = f"positions run from {low} to {high}, and the tables have {cos.shape[0]} rows"
+        raise ShapeError(message(rule, {"cos": cos}))
+
+
+def check_reach(first: Tensor, added: Tensor | int, cos: Tensor) -> None:
+    """Raise ShapeError where a sequence's new positions, (B,) first and their number, leave the tables; looked at on
+    the CPU, clamped on a GPU."""
+    if first.device.type != "cpu" or not first.numel() or torch.compiler.is_compiling():
+        return
+    low, end = int(first.min()), int((first + added).max())
+    if low < 0 or end > cos.shape[0]:
+        rule = f"positions run from {low} to {end - 1}, and the tables have {cos.shape[0]} rows"
         raise ShapeError(message(rule, {"cos": cos}))
 
 
