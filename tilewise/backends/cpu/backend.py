@@ -41,7 +41,7 @@ class _Prepared:
     """A laid-out forward with its results' shapes."""
 
     def __init__(self, problem: Problem, inputs: Inputs, slots: Slots, exact: Blockwise) -> None:
-        from tilewise.backends.cpu.launch import pieces
+        from tilewise.backends.cpu.pieces import pieces
         from tilewise.backends.cpu.prepared import launches_of
 
         q = inputs.q
@@ -89,9 +89,11 @@ class Cpu:
                     "the backend 'cpu' runs on the processor", f"{problem.device_type} tensors", "cpu tensors"
                 )
             )
-        if problem.options.pages:
+        if problem.options.k_scale or problem.options.v_scale or problem.kv_dtype != problem.dtype:
+            name = str(problem.kv_dtype).removeprefix("torch.")
+            got = name if problem.kv_dtype != problem.dtype else "factors of what is stored"
             reasons.append(
-                Reason("keys in pages", "a cache", "plain tensors", "Caches run on 'blockwise' or 'auto'.")
+                Reason("storage of a cache", got, "q's type, unscaled", "Such caches run on 'blockwise'.")
             )
         if problem.dtype not in DTYPES:
             name = str(problem.dtype).removeprefix("torch.")
@@ -128,17 +130,19 @@ class Cpu:
         """(out, lse). A value that is not finite must reach exactly the rows that see it. The kernels multiply
         hidden values by weights of 0, so where a result is not finite the call is done again by the reference,
         which keeps count of who sees what; results that are all finite hold nothing hidden."""
-        from tilewise.backends.cpu import launch
+        from tilewise.backends.cpu.cached import with_table
+        from tilewise.backends.cpu.pieces import covered, pieces
         from tilewise.backends.cpu.prepared import launches_of
         from tilewise.backends.cpu.slots import describe
 
         slots = describe(problem.spec, inputs.leaves)
         if slots is None:
             return self._exact.forward(problem, inputs)
-        found = launch.pieces(problem, inputs)
+        inputs = with_table(inputs)
+        found = pieces(problem, inputs)
         out = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
         lse = inputs.q.new_empty(problem.lse_shape, dtype=problem.compute_dtype)
-        if not launch.covered(problem, found):
+        if not covered(problem, found):
             out.zero_()
             lse.fill_(-math.inf)
         with torch.no_grad():
@@ -154,7 +158,8 @@ class Cpu:
         return out, lse
 
     def prepare(self, problem: Problem, inputs: Inputs) -> Prepared | None:
-        """A forward for dense calls of this kind; none where something is read from the tensors' contents."""
+        """A forward for dense calls and calls over caches of this kind; none where something else is read from the
+        tensors' contents."""
         from tilewise.backends.cpu.print_interval import needs_table
         from tilewise.backends.cpu.slots import describe
 
@@ -162,12 +167,16 @@ class Cpu:
         if (
             slots is None
             or problem.spec.dropout
-            or problem.options.layout != "dense"
+            or (problem.options.layout != "dense" and not problem.options.pages)
             or (keep is not None and needs_table(keep, slots))
             or problem.shape.batch == 0
             or any(t.stride(-1) != 1 for t in (inputs.q, inputs.k, inputs.v))
         ):
             return None
+        if problem.options.pages:
+            from tilewise.backends.cpu.cached import CachedForward
+
+            return CachedForward(problem, inputs, slots, self._exact)
         return _Prepared(problem, inputs, slots, self._exact)
 
     def backward(
@@ -178,12 +187,13 @@ class Cpu:
         grads: tuple[Tensor, Tensor | None],
         needs: Needs,
     ) -> Gradients:
-        """All gradients; by the reference where one is not finite or a leaf's is too large to be summed per task."""
+        """All gradients; by the reference where one is not finite, a leaf's is too large to be summed per task, or k
+        and v are pools: there what several sequences share is summed in order."""
         from tilewise.backends.cpu import launch_backward
         from tilewise.backends.cpu.slots import describe
 
         slots = describe(problem.spec, inputs.leaves)
-        if slots is None:
+        if slots is None or problem.options.pages:
             return self._exact.backward(problem, inputs, saved, grads, needs)
         # A partial result is float32 beside 2-byte inputs: all of it is done in float32, on copies.
         wide = problem.dtype != torch.float32 and any(t.dtype != problem.dtype for t in (saved[0], grads[0]))

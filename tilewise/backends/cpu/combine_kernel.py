@@ -33,7 +33,7 @@ def build_combine(isa: Isa, dtype: str) -> Any:
                 continue
             for i in range(load_i64(seg, SEGMENT.rows)):
                 row = load_i64(seg, SEGMENT.row0) + i
-                flat = tensor_b * load_i64(seg, SEGMENT.rows) + row
+                flat = load_i64(seg, SEGMENT.flat) + row
                 lse, out = load_i64(a, P.part_lse), load_i64(a, P.part_out)
                 sink = load_f32(load_i64(a, P.sink), h) if load_i64(a, P.sink) else f32(-math.inf)
                 # The parts' lse are logits of the merged softmax: sum them as the rows of one tile would be.

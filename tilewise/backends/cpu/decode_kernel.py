@@ -18,12 +18,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from numba import njit, types
+from numba import njit
 
 from tilewise.backends.cpu.forward_kernel import build_close
 from tilewise.backends.cpu.isa import LINE, STRIP
 from tilewise.backends.cpu.loops import EMPTY, FULL, JIT, Loops, build_loops, call_fold, f32, kernel
-from tilewise.backends.cpu.micro import ROW, load_f32, load_i32, load_i64, store_i64, take
+from tilewise.backends.cpu.micro import ROW, load_f32, load_i64, store_i64, take
+from tilewise.backends.cpu.page_rows import build_sources
 from tilewise.backends.cpu.parameters import DECODE_BLOCK, LANES, SEGMENT, P
 from tilewise.backends.cpu.row_micro import ROWS, RowMicro
 
@@ -40,40 +41,6 @@ SPAN = 4096
 """Bytes of v that are met once for each column of acc: the first-level cache keeps them."""
 SCORED = 16
 """Keys that meet one group of rows of q after another, where there are several."""
-
-
-@kernel
-def build_rows_of() -> Any:
-    """rows_of(...): where the rows of a block's keys begin."""
-
-    @njit(**JIT)
-    def rows_of(source, keys, count, to):
-        """The addresses of keys[0] and `count` - 1 after it; from keys[1] on, that of the key before keys[1].
-
-        source = (first row of page 0 or of the sequence, bytes of a row, of a page, table of pages or 0, page size,
-        pages)."""
-        base, row, page_bytes, table, size, pages = source
-        there = min(count, keys[1] - keys[0])
-        at = base + keys[0] * row
-        if table == 0:
-            for x in range(there):
-                store_i64(to, x, at + x * row)
-        else:
-            x, page = 0, keys[0] // size
-            skipped = keys[0] - page * size
-            while x < there:
-                # What a table holds is never trusted.
-                number = max(0, min(types.int64(load_i32(table, page)), pages - 1))
-                at = base + number * page_bytes + skipped * row
-                for y in range(min(size - skipped, there - x)):
-                    store_i64(to, x, at + y * row)
-                    x += 1
-                skipped, page = 0, page + 1
-        last = load_i64(to, there - 1)
-        for x in range(there, count):
-            store_i64(to, x, last)
-
-    return rows_of
 
 
 @kernel
@@ -166,7 +133,7 @@ def build_decode(isa: Isa, dtype: str) -> Any:
     absorb, close_rows = build_absorb(isa, micro, loops), build_close(isa, micro)
     segment_of, set_lanes, next_run, fill = loops.segment_of, loops.set_lanes, loops.next_run, loops.fill
     pack_row, finish_narrow, finish_wide = micro.pack_row, micro.finish_row(dtype), micro.finish_row("fp32")
-    lanes, rows_of = isa.lanes, build_rows_of()
+    lanes, (sources, rows_of) = isa.lanes, build_sources()
 
     @njit(**JIT)
     def attend(a, w, seg, rows, unit, keys, count):
@@ -187,21 +154,7 @@ def build_decode(isa: Isa, dtype: str) -> Any:
         rows_k = s + (block + STRIP) * ROW
         rows_v = rows_k + ADDRESSES
         head = unit if load_i64(a, P.packed) else unit // load_i64(a, P.group)
-        key0, tensor_b, table = (
-            load_i64(seg, SEGMENT.key0),
-            load_i64(seg, SEGMENT.tensor_kv),
-            load_i64(seg, SEGMENT.pages),
-        )
-        k_row, v_row, k_b, v_b = (
-            load_i64(a, P.k_n),
-            load_i64(a, P.v_n),
-            load_i64(a, P.k_b),
-            load_i64(a, P.v_b),
-        )
-        size, pages = load_i64(a, P.page_size), load_i64(a, P.num_pages)
-        k = load_i64(a, P.k) + tensor_b * k_b + head * load_i64(a, P.k_h) + key0 * k_row
-        v = load_i64(a, P.v) + tensor_b * v_b + head * load_i64(a, P.v_h) + key0 * v_row
-        from_k, from_v = (k, k_row, k_b, table, size, pages), (v, v_row, v_b, table, size, pages)
+        from_k, from_v = sources(a, seg, head)
         j = keys[0]
         while j < keys[1]:
             kind, n = next_run(a, w, rows, j, keys[1], block)
@@ -229,7 +182,7 @@ def build_decode(isa: Isa, dtype: str) -> Any:
             local = task - load_i64(seg, SEGMENT.first_task)
             split, unit = local % splits, local // splits
             rows = set_lanes(a, w, seg, unit, 0, STRIP)
-            span = (split * chunk, min(keys, split * chunk + chunk))
+            span = (max(split * chunk, load_i64(seg, SEGMENT.first)), min(keys, split * chunk + chunk))
             acc, acc_row = attend(a, w, seg, rows, unit, span, count)
             part = close_rows(a, w, seg, split, count, 1)
             wrong = 0

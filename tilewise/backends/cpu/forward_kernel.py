@@ -22,6 +22,7 @@ from numba import njit
 from tilewise.backends.cpu.isa import BLOCK_ROWS, LINE, STRIP, uses_pairs
 from tilewise.backends.cpu.loops import EMPTY, FULL, JIT, Loops, build_loops, call_fold, f32, kernel
 from tilewise.backends.cpu.micro import ROW, Micro, load_f32, load_i32, load_i64, store_f32, store_i64, take
+from tilewise.backends.cpu.page_rows import build_gather, build_sources
 from tilewise.backends.cpu.pair_forward import build_pair_attend
 from tilewise.backends.cpu.pairs import Pairs
 from tilewise.backends.cpu.parameters import LANES, SEGMENT, P
@@ -49,7 +50,7 @@ def build_close(isa: Isa, micro: Micro) -> Any:
             row = load_i64(seg, SEGMENT.row0) + load_i32(w + LANES.i, x)
             logit = f32(-math.inf)
             if part:
-                flat = (split * heads + h) * total + tensor_b * load_i64(seg, SEGMENT.rows) + row
+                flat = (split * heads + h) * total + load_i64(seg, SEGMENT.flat) + row
                 store_i64(w + LANES.out_address, x, load_i64(a, P.part_out) + flat * dim_v * 4)
             else:
                 at = tensor_b * load_i64(a, P.out_b) + h * load_i64(a, P.out_h) + row * load_i64(a, P.out_n)
@@ -64,7 +65,7 @@ def build_close(isa: Isa, micro: Micro) -> Any:
             h = load_i32(w + LANES.h, x)
             row = load_i64(seg, SEGMENT.row0) + load_i32(w + LANES.i, x)
             if part:
-                flat = (split * heads + h) * total + tensor_b * load_i64(seg, SEGMENT.rows) + row
+                flat = (split * heads + h) * total + load_i64(seg, SEGMENT.flat) + row
                 store_f32(load_i64(a, P.part_lse), flat, load_f32(w + LANES.lse, x))
             else:
                 at = load_i64(a, P.lse) + tensor_b * load_i64(a, P.lse_b) + h * load_i64(a, P.lse_h)
@@ -118,17 +119,19 @@ def build_write(isa: Isa, micro: Micro) -> Any:
 
 
 @kernel
-def build_attend(isa: Isa, micro: Micro, loops: Loops) -> Any:
-    """attend(...): one block of rows against a run of keys, into m, l and the tile acc."""
+def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
+    """attend(...): one block of rows against a run of keys, into m, l and the tile acc. Keys in pages are copied."""
     lanes, half = isa.lanes, micro.dtype != "fp32"
+    (sources, _), gather = build_sources(), build_gather(isa, micro)
     scores, weighted, widen, fill, drop = loops.scores, loops.weighted, loops.widen, loops.fill, loops.drop
     next_run, pack, advance, exponentials = loops.next_run, loops.pack, micro.advance, micro.exponentials
 
     @njit(**JIT)
     def absorb(a, w, seg, tiles, column, v, strips):
-        """One block into (m, l, acc): tiles = (score tile, acc, scratch for v), column = (first key, keys)."""
-        s, acc, spare = tiles
-        j, keys = column
+        """One block into (m, l, acc): tiles = (score tile, acc, scratch for v, room for addresses),
+        column = (first key, keys, end of the keys); v as `sources` gives it."""
+        s, acc, spare, listed = tiles
+        j, keys, end = column
         for x in range(0, strips * STRIP, lanes):
             at = w + x * 4
             advance(at + LANES.top, at + LANES.m, at + LANES.pivot, at + LANES.l, at + LANES.alpha)
@@ -137,11 +140,13 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops) -> Any:
             exponentials(s + strip * STRIP * 4, at + LANES.pivot, at + LANES.l, keys)
         if load_i64(a, P.dropout):
             drop(a, w, seg, s, j, keys, strips)
-        dim_v, v_row = load_i64(a, P.head_dim_v), load_i64(a, P.v_n)
-        at = v + j * v_row
-        if load_i64(a, P.copied):
-            v_bytes = dim_v * 4 + LINE
+        dim_v, v_row = load_i64(a, P.head_dim_v), v[1]
+        at, v_bytes = v[0] + j * v_row, dim_v * 4 + LINE
+        if paged:
+            gather(v, (j, end), keys, dim_v, spare, v_bytes, listed)
+        elif load_i64(a, P.copied):
             widen(at, v_row, keys, dim_v, spare, v_bytes)
+        if paged or load_i64(a, P.copied):
             at, v_row = spare, v_bytes
         weighted(at, v_row, s, keys, acc, w + LANES.alpha, dim_v, strips)
 
@@ -154,16 +159,9 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops) -> Any:
         s = qt + dim * ROW
         spare = s + block * ROW
         pack(w + LANES.row_address, dim, qt, load_f32(a, 2 * P.scale), strips)
-        k_row, spec = load_i64(a, P.k_n), load_i64(a, P.spec)
-        key0 = load_i64(seg, SEGMENT.key0)
-        tensor_b = load_i64(seg, SEGMENT.tensor_b)
-        k = load_i64(a, P.k) + tensor_b * load_i64(a, P.k_b) + heads * load_i64(a, P.k_h) + key0 * k_row
-        v = (
-            load_i64(a, P.v)
-            + tensor_b * load_i64(a, P.v_b)
-            + heads * load_i64(a, P.v_h)
-            + key0 * load_i64(a, P.v_n)
-        )
+        listed = spare + block * (max(dim, dim_v) * 4 + LINE)
+        spec = load_i64(a, P.spec)
+        k, v = sources(a, seg, heads)
         used = strips * STRIP
         if strips * 2 > BLOCK_ROWS // STRIP:
             fill(acc, dim_v * BLOCK_ROWS, f32(0.0))
@@ -176,30 +174,33 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops) -> Any:
         while j < keys[1]:
             kind, n = next_run(a, w, rows, j, keys[1], block)
             if kind != EMPTY:
-                at, row = k + j * k_row, k_row
-                if half:
+                at, row = k[0] + j * k[1], k[1]
+                if paged:
+                    gather(k, (j, keys[1]), n, dim, spare, dim * 4, listed)
+                elif half:
                     widen(at, row, n, dim, spare, dim * 4)
+                if paged or half:
                     at, row = spare, dim * 4
                 fill(w + LANES.top, used, f32(-math.inf))
                 scores(at, row, qt, dim, s, w + LANES.top, n, strips)
                 fold = load_i64(a, P.fold_full) if kind == FULL else load_i64(a, P.fold_partial)
                 if fold:
                     call_fold(fold, spec, w, s, w + LANES.top, n, j, strips)
-                absorb(a, w, seg, (s, acc, spare), (j, n), v, strips)
+                absorb(a, w, seg, (s, acc, spare, listed), (j, n, keys[1]), v, strips)
             j += n
 
     return attend
 
 
 @kernel
-def build_forward(isa: Isa, dtype: str) -> Any:
-    """The worker of the forward pass: worker(parameters)."""
+def build_forward(isa: Isa, dtype: str, paged: bool = False) -> Any:
+    """The worker of the forward pass: worker(parameters). paged: keys lie in pages that a table names."""
     micro = Micro(isa, dtype)
     loops = build_loops(isa, micro)
     segment_of, set_lanes, write = loops.segment_of, loops.set_lanes, build_write(isa, micro)
     pairs = Pairs(isa)
-    on_pairs = uses_pairs(isa, dtype)
-    attend = (build_pair_attend if on_pairs else build_attend)(isa, micro, loops)
+    on_pairs = uses_pairs(isa, dtype) and not paged
+    attend = build_pair_attend(isa, micro, loops) if on_pairs else build_attend(isa, micro, loops, paged)
     configure, release = pairs.configure, pairs.release
 
     def forward(a):
@@ -233,7 +234,7 @@ def build_forward(isa: Isa, dtype: str) -> Any:
                 seg,
                 rows,
                 unit if packed else unit // group,
-                (split * chunk, min(keys, split * chunk + chunk)),
+                (max(split * chunk, load_i64(seg, SEGMENT.first)), min(keys, split * chunk + chunk)),
                 strips,
             )
             write(a, w, seg, split, count, strips)

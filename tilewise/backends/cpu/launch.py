@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from tilewise.backends.cpu import fold, machine_code, pair_launch, pool
 from tilewise.backends.cpu.isa import BLOCK_ROWS, LINE, Isa, detect, uses_pairs
 from tilewise.backends.cpu.parameters import DECODE_BLOCK, LANES, SEGMENT, P
+from tilewise.backends.cpu.pieces import Piece
 from tilewise.backends.cpu.print_interval import needs_table
 from tilewise.backends.cpu.slots import Slots, describe, fill, float_bits
 from tilewise.backends.protocol import Schedule
@@ -39,6 +40,9 @@ DECODE_ROWS = 16
 """Rows of a KV head, over its group, up to which `decode_kernel` takes a sequence: beyond, lanes over rows are full."""
 DECODE_TASKS = 64
 """Wanted tasks of decode: reading is shared by more cores than this needs, and parts are merged at little cost."""
+CACHE_SPLIT = 2048
+"""Most keys of a split of a cache: at a sixteenth of its capacity there are tasks for all threads still, and merging
+a part costs less than a hundredth of reading so many keys."""
 WAYS = {
     "amx": "the tile registers of AMX",
     "dot": "dot products of pairs",
@@ -47,53 +51,6 @@ WAYS = {
 FAR = 1024
 """Bytes between rows from which copying them pays: 7 % at a head size of 128 of eight heads (measured with AVX2)."""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-class Piece(NamedTuple):
-    """One batch entry or packed sequence."""
-
-    row0: int
-    rows: int
-    key0: int
-    keys: int
-    q_offset: int
-    k_offset: int
-    b: int
-    tensor_b: int
-
-
-def pieces(problem: Problem, inputs: Inputs) -> list[Piece]:
-    """All segments of the call, lengths clamped to the tensors."""
-    s, options = problem.shape, problem.options
-    if options.layout == "dense":
-        last = s.seqlen_k - s.seqlen_q
-        q_offsets = _offsets(last if inputs.q_offset is None else inputs.q_offset, s.batch)
-        k_offsets = _offsets(inputs.k_offset, s.batch)
-        return [Piece(0, s.seqlen_q, 0, s.seqlen_k, q_offsets[b], k_offsets[b], b, b) for b in range(s.batch)]
-    rows = _ranges(inputs.cu_seqlens_q, inputs.seqused_q, s.seqlen_q)
-    keys = _ranges(inputs.cu_seqlens_k, inputs.seqused_k, s.seqlen_k)
-    k_offsets = _offsets(inputs.k_offset, s.batch)
-    q_offsets = None if inputs.q_offset is None else _offsets(inputs.q_offset, s.batch)
-    found = []
-    for b, ((row0, nq), (key0, nk)) in enumerate(zip(rows, keys, strict=True)):
-        q_offset = nk - nq if q_offsets is None else q_offsets[b]
-        found.append(Piece(row0, nq, key0, nk, q_offset, k_offsets[b], b, 0))
-    return found
-
-
-def _offsets(offset: int | Tensor, batch: int) -> list[int]:
-    if not isinstance(offset, torch.Tensor):
-        return [int(offset)] * batch
-    values = offset.reshape(-1).tolist()
-    return values * batch if len(values) == 1 else values
-
-
-def _ranges(cu_seqlens: Tensor | None, used: Tensor | None, total: int) -> list[tuple[int, int]]:
-    edges = [min(max(e, 0), total) for e in cu_seqlens.tolist()]  # type: ignore[union-attr]
-    lengths = [max(stop - start, 0) for start, stop in zip(edges, edges[1:], strict=False)]
-    if used is not None:
-        lengths = [min(n, max(u, 0)) for n, u in zip(lengths, used.tolist(), strict=True)]
-    return list(zip(edges, lengths, strict=False))
 
 
 def packs(problem: Problem) -> bool:
@@ -113,28 +70,20 @@ def decodes(problem: Problem, piece: Piece) -> bool:
     return piece.rows <= decode_rows(problem) and piece.keys >= DECODE_BLOCK
 
 
-def covered(problem: Problem, found: list[Piece]) -> bool:
-    """Whether the sequences, one after another, take every row and every key of the call."""
-    if problem.options.layout == "dense":
-        return True
-    s, row, key = problem.shape, 0, 0
-    for piece in found:
-        if piece.row0 != row or piece.key0 != key:
-            return False
-        row, key = row + piece.rows, key + piece.keys
-    return row == s.seqlen_q and key == s.seqlen_k
-
-
 def splits_of(problem: Problem, piece: Piece, decode: bool = False) -> tuple[int, int]:
-    """(number of key splits, keys per split) of one segment."""
-    s = problem.shape
+    """(number of key splits, keys per split) of one segment. Those of a cache have the size that its capacity asks
+    for, so that a sequence keeps its splits while it grows."""
+    s, pages = problem.shape, problem.options.pages
     packed = decode or packs(problem)
     units = s.num_heads_kv if packed else s.num_heads_q
     rows = piece.rows * (problem.group if packed else 1)
     tasks = units * -(-rows // BLOCK_ROWS) * (1 if problem.options.batch_invariant else max(s.batch, 1))
     wanted = -(-(DECODE_TASKS if decode else FEWEST_TASKS) // max(tasks, 1))
-    splits = max(1, min(wanted, piece.keys // SHORTEST_SPLIT))
-    chunk = -(-piece.keys // splits)
+    keys = s.seqlen_k if pages else piece.keys
+    splits = max(1, min(wanted, keys // SHORTEST_SPLIT))
+    chunk = -(-keys // splits)
+    if pages and decode:
+        chunk = CACHE_SPLIT if problem.options.batch_invariant else min(chunk, CACHE_SPLIT)
     chunk = max(-(-chunk // fold.TABLE_TILE) * fold.TABLE_TILE, fold.TABLE_TILE)
     return max(1, -(-piece.keys // chunk)), chunk
 
@@ -153,7 +102,7 @@ def scratch_bytes(problem: Problem) -> int:
     least = pair_launch.forward_scratch(problem, block) if pairs else 0
     tiles = (s.head_dim + s.head_dim_v + block) * BLOCK_ROWS
     wide = block * (max(s.head_dim, s.head_dim_v) + LINE // 4)
-    return max(least, LANES.tile + 4 * (tiles + wide) + 256)
+    return max(least, LANES.tile + 4 * (tiles + wide) + 8 * block + 256)
 
 
 class Block:
@@ -200,8 +149,13 @@ class Block:
         pool.run_parallel(function, ctypes.addressof(self.values), min(threads, tasks))
 
 
+def strides_kv(problem: Problem, t: Tensor) -> tuple[int, int, int]:
+    """(batch or page, head, token) strides in elements of k or v."""
+    return (t.stride(0), t.stride(1), t.stride(2)) if problem.options.pages else strides_of(problem, t)
+
+
 def strides_of(problem: Problem, t: Tensor) -> tuple[int, int, int]:
-    """(batch, head, token) strides in elements of a q-, k-, v- or out-like tensor."""
+    """(batch, head, token) strides in elements of a q- or out-like tensor."""
     if problem.options.layout == "dense":
         return t.stride(0), t.stride(1), t.stride(2)
     return 0, t.stride(1), t.stride(0)
@@ -213,8 +167,8 @@ def readable(t: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def kernel(isa: Isa, name: str, dtype: str) -> int:
-    """Address of a worker, compiled at first use."""
+def kernel(isa: Isa, name: str, dtype: str, paged: bool = False) -> int:
+    """Address of a worker, compiled at first use. paged: the forward over keys in pages."""
 
     def make() -> str:
         from tilewise.backends.cpu import backward_kernel as back
@@ -227,24 +181,29 @@ def kernel(isa: Isa, name: str, dtype: str) -> int:
             "forward": build_forward, "decode": build_decode, "combine": build_combine, "turn": build_turn,
             "backward": back.build_backward, "finish": back.build_finish,
         }  # fmt: skip
-        return machine_code.numba_text(isa, build[name](isa, dtype))
+        worker = build_forward(isa, dtype, True) if paged else build[name](isa, dtype)
+        return machine_code.numba_text(isa, worker)
 
-    return machine_code.load(isa, f"{name} {dtype}", (machine_code.ENTRY,), make)[machine_code.ENTRY]
+    full = f"{name} {dtype} paged" if paged else f"{name} {dtype}"
+    return machine_code.load(isa, full, (machine_code.ENTRY,), make)[machine_code.ENTRY]
 
 
 def copies(problem: Problem, inputs: Inputs) -> bool:
     """Whether a block's rows are copied before products that read one number of each row in turn: to be widened, or
     because rows that far apart lie in a few sets of the cache."""
-    rows = [strides_of(problem, t)[2] * t.element_size() for t in (inputs.k, inputs.v)]
+    rows = [strides_kv(problem, t)[2] * t.element_size() for t in (inputs.k, inputs.v)]
     return problem.dtype != torch.float32 or any(row >= FAR and row % (4 * LINE) == 0 for row in rows)
 
 
 def common(block: Block, problem: Problem, inputs: Inputs) -> None:
     """What both passes read: inputs, sizes, scale, sink, dropout."""
     s = problem.shape
-    for slot, t in ((P.q, inputs.q), (P.k, inputs.k), (P.v, inputs.v)):
-        t = readable(t)
-        block.tensor(slot, t, strides_of(problem, t))
+    q, k, v = readable(inputs.q), readable(inputs.k), readable(inputs.v)
+    block.tensor(P.q, q, strides_of(problem, q))
+    block.tensor(P.k, k, strides_kv(problem, k))
+    block.tensor(P.v, v, strides_kv(problem, v))
+    block.set(P.page_size, max(problem.page_size, 1))
+    block.set(P.num_pages, k.shape[0])
     block.set(P.copied, int(copies(problem, inputs)))
     block.set(P.heads, s.num_heads_q)
     block.set(P.heads_kv, s.num_heads_kv)
@@ -290,29 +249,50 @@ def lay_out(
     block: Block, problem: Problem, inputs: Inputs, found: list[Piece], decode: bool
 ) -> tuple[int, int]:
     """Write the segments; returns (tasks, largest number of splits)."""
-    s = problem.shape
-    packed = problem.group > 1 if decode else packs(problem)
-    units = s.num_heads_kv if packed else s.num_heads_q
+    packed = packs_rows(problem, decode)
+    tables = class_tables(block, problem, inputs, found)
+    numbers, tasks, most, groups = segments_of(problem, found, tables, decode)
+    block.table(P.segments, numbers)
+    block.set(P.num_segments, len(numbers) // SEGMENT.size)
+    block.set(P.packed, int(packed))
+    # What is turned begins at the sequence's first key.
+    padded = any(piece.first for piece in found)
+    if not decode and uses_pairs(detect(), NAMES[problem.dtype]) and not in_pages(found) and not padded:
+        rows = max((piece.rows for piece in found), default=0) * (problem.group if packed else 1)
+        block.turned_bytes = pair_launch.turned_bytes(problem, bool(packed), groups, -(-rows // BLOCK_ROWS))
+        block.turn_tasks = groups if block.turned_bytes else 0
+    return tasks, most
+
+
+def packs_rows(problem: Problem, decode: bool) -> bool:
+    """Whether all heads of a group are rows of one block."""
+    return problem.group > 1 if decode else packs(problem)
+
+
+def in_pages(found: list[Piece]) -> bool:
+    """Whether keys are found through a table of pages."""
+    return any(piece.pages for piece in found)
+
+
+def segments_of(
+    problem: Problem, found: list[Piece], tables: list[tuple[int, int]], decode: bool
+) -> tuple[list[int], int, int, int]:
+    """(numbers of the segments, tasks, largest number of splits, groups of keys that are turned)."""
+    packed = packs_rows(problem, decode)
+    units = problem.shape.num_heads_kv if packed else problem.shape.num_heads_q
     numbers: list[int] = []
-    tasks, most, groups, blocks = 0, 1, 0, 0
-    for piece, table in zip(found, class_tables(block, problem, inputs, found), strict=True):
+    tasks, most, groups = 0, 1, 0
+    for piece, table in zip(found, tables, strict=True):
         splits, chunk = splits_of(problem, piece, decode)
         rows = piece.rows * (problem.group if packed else 1)
         count = units * -(-rows // BLOCK_ROWS) * splits
         if count == 0:
             continue
-        numbers += [*piece, tasks, splits, chunk, *table, 0, groups, piece.tensor_b, 0]
+        numbers += [*piece[:8], tasks, splits, chunk, *table, 0, groups, *piece[8:]]
         tasks += count
         groups += -(-piece.keys // pair_launch.GROUP)
-        blocks = max(blocks, -(-rows // BLOCK_ROWS))
         most = max(most, splits)
-    block.table(P.segments, numbers)
-    block.set(P.num_segments, len(numbers) // SEGMENT.size)
-    block.set(P.packed, int(packed))
-    if not decode and uses_pairs(detect(), NAMES[problem.dtype]):
-        block.turned_bytes = pair_launch.turned_bytes(problem, bool(packed), groups, blocks)
-        block.turn_tasks = groups if block.turned_bytes else 0
-    return tasks, most
+    return numbers, tasks, most, groups
 
 
 def link_code(block: Block, problem: Problem, slots: Slots) -> None:
@@ -333,14 +313,14 @@ def link_spec(block: Block, problem: Problem, inputs: Inputs, slots: Slots) -> N
 def plan(problem: Problem) -> Schedule:
     """The schedule of the forward pass (and, if the problem needs gradients, its backward's workspace)."""
     s = problem.shape
-    piece = Piece(0, s.seqlen_q, 0, s.seqlen_k, 0, 0, 0, 0)
+    piece = Piece.whole(problem)
     isa, decode = detect(), decodes(problem, piece)
     splits = splits_of(problem, piece, decode)[0] if problem.options.layout == "dense" else 1
     workspace = pool.num_threads() * scratch_bytes(problem)
     if splits > 1:
         workspace += 4 * splits * s.batch * s.num_heads_q * s.seqlen_q * (s.head_dim_v + 1)
     processor = f"{isa.cpu}: {isa.lanes} float32 per vector"
-    if uses_pairs(isa, NAMES.get(problem.dtype, "")) and not decode:
+    if uses_pairs(isa, NAMES.get(problem.dtype, "")) and not decode and not problem.options.block_table:
         processor += f", bf16 by {WAYS[isa.pairs]}"
         groups = -(-s.seqlen_k // pair_launch.GROUP) * max(s.batch, 1)
         blocks = -(-s.seqlen_q * (problem.group if packs(problem) else 1) // BLOCK_ROWS)

@@ -15,18 +15,16 @@ from tilewise.backends.cpu.launch import (
     NAMES,
     SHORTEST_SPLIT,
     Block,
-    Piece,
     class_tables,
     common,
-    covered,
     kernel,
     link_spec,
     packs,
-    pieces,
     readable,
     strides_of,
 )  # fmt: skip
 from tilewise.backends.cpu.parameters import LANES, P
+from tilewise.backends.cpu.pieces import Piece, covered, pieces
 from tilewise.backends.protocol import Gradients, Needs
 from tilewise.problem import Inputs, Problem
 from tilewise.spec import expression as ex
@@ -85,7 +83,7 @@ def workspace_bytes(problem: Problem) -> int:
         # q, k, v and their gradients in float32: see `backward_wide`.
         copies = 8 * numbers * (s.batch if dense else 1)
         return copies + workspace_bytes(replace(problem, dtype=torch.float32))
-    splits = splits_of(problem, Piece(0, s.seqlen_q, 0, s.seqlen_k, 0, 0, 0, 0))[0]
+    splits = splits_of(problem, Piece.whole(problem))[0]
     rows = s.seqlen_q * (problem.group if packed else 1)
     units = (s.num_heads_kv if packed else s.num_heads_q) * (s.batch if dense else 1)
     # A packed call pads each sequence to whole blocks.
@@ -102,7 +100,7 @@ def lay_out(block: Block, problem: Problem, inputs: Inputs, found: list[Piece]) 
     for piece, table in zip(found, class_tables(block, problem, inputs, found), strict=True):
         splits, chunk = splits_of(problem, piece)
         rows = piece.rows * (problem.group if packed else 1)
-        numbers += [*piece, tasks, splits, chunk, *table, tiles, 0, piece.tensor_b, 0]
+        numbers += [*piece[:8], tasks, splits, chunk, *table, tiles, 0, *piece[8:]]
         tasks += s.num_heads_kv * splits
         tiles += (s.num_heads_kv if packed else s.num_heads_q) * -(-rows // BLOCK_ROWS)
         most = max(most, splits)

@@ -226,7 +226,8 @@ def build_loops(isa: Isa, micro: Micro) -> Loops:
         classify, spec = load_i64(a, P.classify), load_i64(a, P.spec)
         if classify == 0:
             return FULL, min(block, end - j)
-        n = min(CLASS_KEYS, end - j)
+        # Keys behind padding begin anywhere; tiles of one class end at multiples of CLASS_KEYS.
+        n = min(CLASS_KEYS - j % CLASS_KEYS, end - j)
         kind = call_classify(classify, spec, w, rows[0], rows[1], j, j + n - 1)
         # A long way of nothing is crossed by steps that double; the host's tables know single tiles only.
         doubles = kind == EMPTY and load_i64(w + LANES.numbers, TABLE.address) == 0

@@ -40,10 +40,10 @@ _said: list[str] = []
 _EMITTERS = ("isa", "parameters", "words", "micro", "dropout")
 _PAIRS = ("pairs", "pair_launch", "pair_loops", "pair_forward")
 SOURCES = {
-    "forward": (*_EMITTERS, *_PAIRS, "loops", "forward_kernel"),
+    "forward": (*_EMITTERS, *_PAIRS, "loops", "page_rows", "forward_kernel"),
     "turn": (*_EMITTERS, *_PAIRS, "loops"),
     "combine": (*_EMITTERS, "loops", "row_micro", "combine_kernel"),
-    "decode": (*_EMITTERS, "loops", "row_micro", "forward_kernel", "decode_kernel"),
+    "decode": (*_EMITTERS, "loops", "row_micro", "page_rows", "forward_kernel", "decode_kernel"),
     "backward": (*_EMITTERS, *_PAIRS, "loops", "backward_rows", "pair_backward", "backward_kernel"),
     "finish": (*_EMITTERS, "loops", "backward_kernel"),
     "fold": (

@@ -113,7 +113,7 @@ def build_pair_attend(isa: Isa, micro: Micro, loops: Loops) -> Any:
         spare = s + block * ROW
         turned = spare + GROUP * max(end, end_v) * 2
         k_row, v_row, key0 = load_i64(a, P.k_n), load_i64(a, P.v_n), load_i64(seg, SEGMENT.key0)
-        b = load_i64(seg, SEGMENT.tensor_b)
+        b = load_i64(seg, SEGMENT.tensor_kv)
         k = load_i64(a, P.k) + b * load_i64(a, P.k_b) + heads * load_i64(a, P.k_h) + key0 * k_row
         v = load_i64(a, P.v) + b * load_i64(a, P.v_b) + heads * load_i64(a, P.v_h) + key0 * v_row
         ready = load_i64(a, P.turned_v)
@@ -167,7 +167,7 @@ def build_turn(isa: Isa, dtype: str) -> Any:
             seg = base + low * SEGMENT.size * 8
             first, keys = load_i64(seg, SEGMENT.first_group), load_i64(seg, SEGMENT.keys)
             j, groups = (task - first) * GROUP, (keys + GROUP - 1) // GROUP
-            v = load_i64(a, P.v) + load_i64(seg, SEGMENT.tensor_b) * load_i64(a, P.v_b)
+            v = load_i64(a, P.v) + load_i64(seg, SEGMENT.tensor_kv) * load_i64(a, P.v_b)
             v += (load_i64(seg, SEGMENT.key0) + j) * row
             for head in range(heads):
                 to = load_i64(a, P.turned_v) + (first * heads + head * groups + task - first) * size

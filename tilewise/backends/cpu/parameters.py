@@ -33,12 +33,13 @@ for products of pairs, 0 where each block is turned when it is met. dq_rows: row
 SEGMENT = _slots(
     "SEGMENT",
     "row0 rows key0 keys q_offset k_offset b tensor_b first_task splits chunk table columns first_tile first_group "
-    "tensor_kv pages size",
+    "tensor_kv pages first flat size",
 )
 """A batch entry or a packed sequence; its tasks are first_task and on. table: address of the
 classes of its tiles, rows of `columns` bytes, where the host made them. first_tile and first_group: blocks of rows
 of dq and groups of 32 keys of those before it. tensor_kv: entry of k and v, as tensor_b of q and out. pages: address
-of its row of the table of pages, 0 where its keys lie in one piece."""
+of its row of the table of pages, 0 where its keys lie in one piece. first: the first key that is no padding. flat:
+the number, among all rows of the call, of the row before its first."""
 
 DECODE_BLOCK = 64
 """Keys of a block of `decode_kernel`."""

@@ -7,14 +7,15 @@ Blocks and scratch come from free lists and go back, so that threads running one
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from tilewise.backends.cpu import launch, pool
 from tilewise.backends.cpu.isa import detect
-from tilewise.backends.cpu.parameters import P
+from tilewise.backends.cpu.parameters import SEGMENT, P
 from tilewise.backends.cpu.slots import fill
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tilewise.backends.cpu.pieces import Piece
     from tilewise.backends.cpu.slots import Slots
     from tilewise.problem import Inputs, Problem
 
@@ -53,16 +55,30 @@ class _Block(launch.Block):
         self.spec: ctypes.Array | None = None
 
 
+class Segments(NamedTuple):
+    """Sequences in place of those that a call was laid out for."""
+
+    numbers: ctypes.Array
+    tasks: int
+    splits: int
+
+
 def launches_of(
-    problem: Problem, inputs: Inputs, results: tuple[Tensor, Tensor], slots: Slots, found: list[launch.Piece]
+    problem: Problem, inputs: Inputs, results: tuple[Tensor, Tensor], slots: Slots, found: list[Piece]
 ) -> list[Forward]:
     """The launches of a call: sequences of few rows by `decode_kernel`, the others by `forward_kernel`."""
-    few, many, most = [], [], launch.decode_rows(problem)
-    for piece in found:
-        short = piece.rows <= most and piece.keys >= launch.DECODE_BLOCK
-        (few if short else many).append(piece)
-    parts = ((few, True), (many, False))
+    parts = zip(apart(problem, found), (True, False), strict=True)
     return [Forward(problem, inputs, results, slots, part, decode) for part, decode in parts if part]
+
+
+def apart(problem: Problem, found: list[Piece]) -> tuple[list[Piece], list[Piece]]:
+    """The sequences for `decode_kernel` and those for `forward_kernel`."""
+    few: list[Piece] = []
+    many: list[Piece] = []
+    most = launch.decode_rows(problem)
+    for piece in found:
+        (few if piece.rows <= most and piece.keys >= launch.DECODE_BLOCK else many).append(piece)
+    return few, many
 
 
 class Forward:
@@ -73,7 +89,7 @@ class Forward:
 
     def __init__(
         self, problem: Problem, inputs: Inputs, results: tuple[Tensor, Tensor], slots: Slots,
-        found: list[launch.Piece], decode: bool,
+        found: list[Piece], decode: bool,
     ) -> None:  # fmt: skip
         isa, dtype, s = detect(), launch.NAMES[problem.dtype], problem.shape
         out, lse = results
@@ -93,15 +109,18 @@ class Forward:
         block.set(P.key_block, launch.key_block(problem, decode))
         rows = s.seqlen_q * (s.batch if dense else 1)
         block.set(P.total_rows, rows)
-        self._part_rows = self._splits * s.num_heads_q * rows
+        self._part_rows = s.num_heads_q * rows
         self._dim_v = s.head_dim_v
         launch.link_code(block, problem, slots)
         self._table = fill(slots, inputs.leaves, inputs.ints, inputs.floats)
         self._leaf_at = slots.leaf_at
         self._with_sink = problem.spec.sink
-        self._forward = launch.kernel(isa, "decode" if decode else "forward", dtype)
-        self._combine = launch.kernel(isa, "combine", dtype) if self._splits > 1 else 0
-        self._combine_tasks = block.values[P.num_segments] * s.num_heads_q
+        if decode:
+            self._forward = launch.kernel(isa, "decode", dtype)
+        else:
+            self._forward = launch.kernel(isa, "forward", dtype, launch.in_pages(found))
+        self._combine = functools.partial(launch.kernel, isa, "combine", dtype)
+        self._heads = s.num_heads_q
         work = s.batch * s.num_heads_q * s.seqlen_q * s.seqlen_k * (s.head_dim + s.head_dim_v)
         self._most_threads = 1 if work < ALONE else self._tasks
         self._keeps_scratch = work <= KEPT
@@ -121,13 +140,15 @@ class Forward:
         return block
 
     def run(
-        self, qkv: tuple[Tensor, Tensor, Tensor], extra: Sequence[Tensor], out: Tensor, lse: Tensor | None
-    ) -> bool:
-        """Fill out and lse; extra are the leaves, then the sink, if any.
+        self, qkv: tuple[Tensor, Tensor, Tensor], extra: Sequence[Tensor], out: Tensor, lse: Tensor | None,
+        segments: Segments | None = None,
+    ) -> bool:  # fmt: skip
+        """Fill out and lse; extra are the leaves, then the sink, if any. segments: in place of those laid out.
 
         Returns: False if a number of the result is not finite: then what stood at hidden keys may have entered.
         """
-        if self._tasks == 0:
+        tasks, splits = (self._tasks, self._splits) if segments is None else segments[1:]
+        if tasks == 0:
             return True
         q, k, v = map(launch.readable, qkv) if self._copied else qkv
         try:
@@ -145,6 +166,9 @@ class Forward:
         values[_LSE] = lse.data_ptr()
         for at, leaf in zip(self._leaf_at, extra, strict=False):
             block.spec[at] = leaf.data_ptr()  # type: ignore[index]
+        if segments is not None:
+            values[P.segments] = ctypes.addressof(segments.numbers)
+            values[P.num_segments] = len(segments.numbers) // SEGMENT.size
         held = None
         if self._with_sink:
             held = extra[len(self._leaf_at)].detach().to(torch.float32).contiguous()
@@ -163,10 +187,10 @@ class Forward:
             turned = torch.empty(self._turned_bytes + 64, dtype=torch.uint8, device="cpu")
             values[P.turned_v] = (turned.data_ptr() + 63) & -64
             block.run(self._turn, self._turn_tasks, threads)
-        if self._splits > 1:
-            self._run_split(block, threads)
+        if splits > 1:
+            self._run_split(block, threads, tasks, splits)
         else:
-            block.run(self._forward, self._tasks, threads)
+            block.run(self._forward, tasks, threads)
         finite = values[_FLAG] == 0
         if self._keeps_scratch:
             free.append(scratch)
@@ -219,10 +243,11 @@ class Forward:
 
         return run
 
-    def _run_split(self, block: _Block, threads: int) -> None:
+    def _run_split(self, block: _Block, threads: int, tasks: int, splits: int) -> None:
         """Parts by key split, then their merge."""
-        part = torch.empty(self._part_rows * (self._dim_v + 1), dtype=torch.float32, device="cpu")
+        rows = splits * self._part_rows
+        part = torch.empty(rows * (self._dim_v + 1), dtype=torch.float32, device="cpu")
         block.values[P.part_out] = part.data_ptr()
-        block.values[P.part_lse] = part.data_ptr() + 4 * self._part_rows * self._dim_v
-        block.run(self._forward, self._tasks, threads)
-        block.run(self._combine, self._combine_tasks, threads)
+        block.values[P.part_lse] = part.data_ptr() + 4 * rows * self._dim_v
+        block.run(self._forward, tasks, threads)
+        block.run(self._combine(), block.values[P.num_segments] * self._heads, threads)
