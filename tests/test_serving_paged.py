@@ -269,3 +269,14 @@ def test_ragged_appends_count_on_the_host():
     assert [cache.length(n) for n in numbers] == [7, 6, 2] and out.shape == (6, HEADS, DIM_V)
     alone = attention_with_cache(q[:4].transpose(0, 1)[None], cache, sequences=numbers[:1], mask=tw.causal())
     torch.testing.assert_close(out[:4], alone[0].transpose(0, 1))
+
+
+def test_who_appends_nothing_keeps_sharing():
+    cache = make()
+    (a,) = grown(cache, 2)
+    b, c = cache.fork(a), cache.new_sequence()
+    q, k, v = (torch.randn(1, heads, d) for heads, d in ((HEADS, DIM), (HEADS_KV, DIM), (HEADS_KV, DIM_V)))
+    attention_with_cache(q, cache, k, v, sequences=[b, c], cu_seqlens_q=[0, 0, 1])
+    assert cache.pages(a) == cache.pages(b)
+    attention_with_cache(*_with(cache, one(2)), sequences=[b, c])
+    assert cache.pages(a) != cache.pages(b) and (cache.length(b), cache.length(c)) == (3, 2)

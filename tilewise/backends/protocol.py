@@ -30,7 +30,8 @@ class Reason(NamedTuple):
 class Schedule:
     """How a backend would run a problem: tile sizes, loop order, splits of the keys, workspace in bytes.
 
-    builds_matrix: whether the N_q x N_k scores exist in memory."""
+    builds_matrix: whether the N_q x N_k scores exist in memory. heads_abreast: heads whose tiles run side by side, at
+    least, whose keys a shared cache must hold together."""
 
     block_q: int
     block_k: int
@@ -39,6 +40,7 @@ class Schedule:
     workspace_bytes: int = 0
     builds_matrix: bool = False
     notes: tuple[str, ...] = ()
+    heads_abreast: int = 1
 
 
 @dataclass
@@ -63,8 +65,7 @@ class Needs:
     sink: bool = False
 
 
-@dataclass(frozen=True)
-class Append:
+class Append(NamedTuple):
     """New keys and values for pools, and queries to be turned with them: what `append` of a backend family does.
 
     Token t of sequence b goes to place lengths[b] + t of the sequence, that is row place % S of page
@@ -133,7 +134,7 @@ class Backend(Protocol):
     its lengths and its table hold; the caller has checked both where they can be seen.
 
     A family of backends has one function `append(inputs: Append) -> Tensor | None` that gives the turned q: the
-    reference's in `backends.reference.append`, Triton's in `backends.triton.append_kernel`.
+    reference's in `backends.reference.append`, Triton's in `backends.triton.launch_append`.
     """
 
     name: str

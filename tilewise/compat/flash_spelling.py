@@ -123,7 +123,7 @@ def from_pages(
 
 def dense_view(options: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[float, Any]]:
     """Options of `attention` as `serving.read.attend_view` takes them: spec, the others in order, dropout and seed."""
-    named = {
+    named: dict[str, Any] = {
         "k_offset": 0,
         "h_offset": 0,
         "batch_invariant": False,

@@ -76,22 +76,20 @@ def check_room(inputs: Append) -> None:
                 raise ShapeError(f"page {n} of sequence {b} is {page}, and there are {pages} pages")
 
 
-def check_new(inputs: Append) -> None:
-    """Raise ShapeError unless the new keys and values fit the pools."""
-    k, v, packed = inputs.k_new, inputs.v_new, inputs.cu_seqlens_new is not None
+def check_new(k: Tensor, v: Tensor, edges: Tensor | None, pools: tuple[Tensor, Tensor], count: int) -> None:
+    """Raise ShapeError unless the new keys and values of `count` sequences fit the pools; edges: cu_seqlens_new."""
+    packed = edges is not None
     rank, head, token = (3, 1, 0) if packed else (4, 1, 2)
-    given = {"k_new": k, "v_new": v, "k": inputs.k, "v": inputs.v}
+    given = {"k_new": k, "v_new": v, "k": pools[0], "v": pools[1]}
     if k.ndim != rank or v.ndim != rank:
         shapes = "(T, H_kv, D) and (T, H_kv, D_v)" if packed else "(B, H_kv, N, D) and (B, H_kv, N, D_v)"
         raise ShapeError(message(f"k_new and v_new are {shapes}", given))
-    if (k.shape[head], k.shape[-1]) != (inputs.k.shape[1], inputs.k.shape[3]) or (
-        (v.shape[head], v.shape[-1]) != (inputs.v.shape[1], inputs.v.shape[3])
-    ):
+    held = [(pool.shape[1], pool.shape[3]) for pool in pools]
+    if [(k.shape[head], k.shape[-1]), (v.shape[head], v.shape[-1])] != held:
         raise ShapeError(message("k_new and v_new have the cache's heads and head sizes", given))
     if k.shape[token] != v.shape[token]:
         raise ShapeError(message("k_new and v_new have one length", given))
-    count = len(inputs.lengths)
-    batch = k.shape[0] if inputs.cu_seqlens_new is None else len(inputs.cu_seqlens_new) - 1
+    batch = k.shape[0] if edges is None else len(edges) - 1
     if batch != count or (not packed and v.shape[0] != count):
         raise ShapeError(message(f"k_new and v_new hold {count} sequences, as the call does", given))
 
@@ -112,7 +110,7 @@ def run(inputs: Append) -> Tensor | None:
 @functools.lru_cache(maxsize=1)
 def _compiled() -> Callable[[Append], Tensor | None] | None:
     try:
-        module = importlib.import_module("tilewise.backends.triton.append_kernel")
+        module = importlib.import_module("tilewise.backends.triton.launch_append")
     except ImportError:  # no Triton here
         return None
     return getattr(module, "append", None)
@@ -122,12 +120,10 @@ def append(inputs: Append, *, trusted: bool = False) -> Tensor | None:
     """Write new keys and values in place; gives the turned q, None where no query was to be turned.
 
     trusted: the places were checked by the caller.
-    Raises: ShapeError for keys that do not fit the pools, and, on the CPU, for those without a place.
+    Raises: ShapeError, on the CPU, for keys without a place.
     """
-    check_new(inputs)
     if is_compiling() or len_dispatch_stack() or type(inputs.k) not in PLAIN or inputs.k.is_meta:
-        fields = [getattr(inputs, name) for name in Append.__dataclass_fields__]
-        turned = torch.ops.tilewise.append_to_cache(*fields)
+        turned = torch.ops.tilewise.append_to_cache(*inputs)
         return None if inputs.q is None or inputs.cos is None else turned
     if not trusted:
         check_room(inputs)

@@ -85,20 +85,26 @@ def attention_with_cache(
         where the host keeps the books; on a GPU they are clamped); OutOfPages; OptionError for arguments that exclude
         each other.
     """
-    table = as_table(rotary)
     if not isinstance(q, Tensor):
         raise DTypeError(f"q is a tensor, not {type(q).__name__}")
-    device = q.device
-    edges_q = None if cu_seqlens_q is None else _edges("cu_seqlens_q", cu_seqlens_q, device)
+    table = None if rotary is None else as_table(rotary)
+    edges_q = None if cu_seqlens_q is None else _edges("cu_seqlens_q", cu_seqlens_q, q.device)
     new = None
     if k_new is not None or v_new is not None:
         given = cu_seqlens_q if cu_seqlens_new is None else cu_seqlens_new
-        new = _new_tokens(k_new, v_new, given, edges_q if cu_seqlens_new is None else None, device)
-    view, store = _resolve(cache, sequences, new, table)
-    if table is not None or new is not None:
+        new = _new_tokens(k_new, v_new, given, edges_q if cu_seqlens_new is None else None, q.device)
+    view, books = _resolve(cache, sequences, new)
+    # What is wrong is refused before the books count anything and before anything is written.
+    if new is not None:
+        check_new(new.k, new.v, new.edges, (view.k, view.v), view.lengths.shape[0])
+    if table is not None:
+        _check_rotary(view, q, edges_q, new, table, positions)
+    if books is not None:
+        books.enter(new)
+    if new is not None or table is not None:
         q = _append(view, q, edges_q, new, table, positions)
-    if store is not None and new is not None:
-        store[0].store(store[1], view)
+    if books is not None and books.slots is not None and new is not None:
+        books.slots[0].store(books.slots[1], view)
     options = (scale, q_offset, k_offset, h_offset, deterministic, batch_invariant, backend, allow_quadratic)
     spec = (mask, scores, sink)
     lse: Tensor | None
@@ -140,19 +146,38 @@ def _new_tokens(
     return _New(k, v, edges, counts)
 
 
-def _resolve(
-    cache: Any, sequences: Any, new: _New | None, table: RotaryTable | None
-) -> tuple[CacheView, tuple[KVCache, Any] | None]:
-    """(view of the call's sequences, where to store the lengths it comes to)."""
-    if isinstance(cache, KVCache) and sequences is not None:
-        view = cache.select(sequences)
-        _fits(view, new)
-        return view, (cache, sequences)
+class _Books(NamedTuple):
+    """What is to be written down beside the tensors: the batch of a paged cache and its layer, or a cache's slots.
+
+    counts: whether the call counts the batch's keys; otherwise its caller does.
+    """
+
+    batch: Batch | None
+    layer: int
+    slots: tuple[KVCache, Any] | None = None
+    counts: bool = True
+
+    def enter(self, new: _New | None) -> None:
+        """Find room for the new keys and count them; in the debug mode look at the pages' tags."""
+        if self.batch is None:
+            return
+        batch = self.batch
+        owners, view = batch.cache.owners, batch.views[self.layer]
+        if self.counts and new is not None:
+            assert new.counts is not None
+            batch.count(range(self.layer, self.layer + 1), new.counts)
+        if owners is not None:
+            owners.check(view, batch.sequences, _added(new))
+
+
+def _resolve(cache: Any, sequences: Any, new: _New | None) -> tuple[CacheView, _Books | None]:
+    """The view of the call's sequences, and the books that the call moves."""
     if isinstance(cache, CacheView):
-        if sequences is not None:
-            raise OptionError("a CacheView is its own sequences: leave sequences out")
-        _fits(cache, new)
-        return cache, None
+        if sequences is None:
+            return cache, None
+        if isinstance(cache, KVCache):
+            return cache.select(sequences), _Books(None, 0, (cache, sequences))
+        raise OptionError("a CacheView is its own sequences: leave sequences out")
     layer = 0
     if isinstance(cache, PagedLayer):
         cache, layer = cache.cache, cache.index
@@ -163,24 +188,16 @@ def _resolve(
     if isinstance(sequences, Batch):
         if sequences.cache is not cache:
             raise OptionError("the batch belongs to another cache")
-        view = sequences.views[layer]
-        _fits(view, new)
-        if cache.owners is not None:
-            cache.owners.check(view, sequences.sequences, _added(new))
-        return view, None
+        return sequences.views[layer], None if cache.owners is None else _Books(sequences, layer, None, False)
     if sequences is None:
         raise OptionError("a paged cache is told which sequences a call is about: sequences=[...]")
-    numbers = tuple(sequences.tolist() if isinstance(sequences, Tensor) else sequences)
     if new is not None and new.counts is None:
         raise OptionError(
             "a paged cache has to see the new tokens' cu_seqlens on the host\n"
             "Give a list or a CPU tensor, or a batch that you advance yourself: PagedKVCache.batch."
         )
-    _fits(cache.step(numbers, layer, 0), new)
-    view = cache.step(numbers, layer, 0 if new is None or new.counts is None else new.counts)
-    if cache.owners is not None:
-        cache.owners.check(view, numbers, _added(new))
-    return view, None
+    batch = cache.current(tuple(sequences.tolist() if isinstance(sequences, Tensor) else sequences))
+    return batch.views[layer], _Books(batch, layer)
 
 
 def _added(new: _New | None) -> Tensor | int:
@@ -189,10 +206,36 @@ def _added(new: _New | None) -> Tensor | int:
     return new.k.shape[2] if new.edges is None else new.edges[1:] - new.edges[:-1]
 
 
-def _fits(view: CacheView, new: _New | None) -> None:
-    """Raise before anything is written, if something is wrong."""
-    if new is not None:
-        check_new(Append(new.k, new.v, view.k, view.v, view.lengths, cu_seqlens_new=new.edges))
+def _first(view: CacheView) -> Tensor:
+    """Position of the next key of each sequence."""
+    return view.lengths if view.leftpad is None else view.lengths - view.leftpad
+
+
+def _check_rotary(
+    view: CacheView,
+    q: Tensor,
+    edges_q: Tensor | None,
+    new: _New | None,
+    table: RotaryTable,
+    positions: Tensor | None,
+) -> None:
+    """Raise for tables and positions that do not fit."""
+    check_table(q, table.cos, table.sin)
+    if positions is None:
+        if view.lengths.is_cpu:
+            check_reach(_first(view), _added(new), table.cos)
+        return
+    checks.check_int_tensor("positions", positions.reshape(-1))
+    shape = (q.shape[0],) if edges_q is not None else (q.shape[0], q.shape[2])
+    if tuple(positions.shape) != shape:
+        given = {"positions": positions, "q": q}
+        raise ShapeError(message(f"positions has a number for each query, {shape}", given))
+    if new is not None and (
+        (new.edges is None) != (edges_q is None) or new.k.shape[-2 if edges_q is None else 0] != shape[-1]
+    ):
+        rule = "positions say where queries and new keys stand: there are as many of both"
+        raise ShapeError(message(rule, {"q": q, "k_new": new.k}))
+    check_positions(positions, table.cos)
 
 
 def _append(
@@ -200,63 +243,39 @@ def _append(
     positions: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Write the new tokens, advance the view's lengths; gives q, turned if there is a table."""
-    added = _added(new)
-    first = view.lengths if view.leftpad is None else view.lengths - view.leftpad
-    if table is not None:
-        check_table(q, table.cos, table.sin)
-        if positions is not None:
-            _check_given(positions, q, edges_q, new, table)
-        else:
-            check_reach(first, added, table.cos)
-    # A gradient of q goes through torch's own operations.
-    apart = table is not None and (new is None or (torch.is_grad_enabled() and q.requires_grad))
+    if table is None:
+        assert new is not None
+        fields = (new.k, new.v, view.k, view.v, view.lengths, view.block_table, new.edges)
+        append(Append(*fields, k_scale=view.k_scale, v_scale=view.v_scale), trusted=view.trusted)
+        _advance(view, new)
+        return q
     turned: Tensor | None = None
-    if table is not None and apart:
-        at = query_positions(q, first + added, edges_q) if positions is None else positions
-        rows = q if edges_q is not None else q.transpose(1, 2)
-        turned = turn(rows, table.cos, table.sin, at, table.interleaved)
+    # A gradient of q goes through torch's own operations.
+    apart = new is None or (q.requires_grad and torch.is_grad_enabled())
+    if apart:
+        end = _first(view) + _added(new)
+        at = query_positions(q, end, edges_q) if positions is None else positions
+        turned = turn(
+            q if edges_q is not None else q.transpose(1, 2), table.cos, table.sin, at, table.interleaved
+        )
         turned = turned if edges_q is not None else turned.transpose(1, 2)
     if new is not None:
-        cos, sin, interleaved = (None, None, False) if table is None else table
-        given = None if positions is None or table is None else positions.to(torch.int32)
-        with_q = table is not None and not apart
+        given = None if positions is None else positions.to(torch.int32)
         inputs = Append(
-            new.k, new.v, view.k, view.v, view.lengths, view.block_table, new.edges, q if with_q else None,
-            edges_q if with_q else None, cos, sin, interleaved, given if with_q else None, given,
-            None if view.leftpad is None else first, view.k_scale, view.v_scale,
+            new.k, new.v, view.k, view.v, view.lengths, view.block_table, new.edges, None if apart else q,
+            None if apart else edges_q, table.cos, table.sin, table.interleaved, None if apart else given, given,
+            None if view.leftpad is None else _first(view), view.k_scale, view.v_scale,
         )  # fmt: skip
         found = append(inputs, trusted=view.trusted)
-        if with_q:
-            turned = found
-        _advance(view, added)
-    return q if turned is None else turned
+        turned = turned if apart else found
+        _advance(view, new)
+    assert turned is not None
+    return turned
 
 
-def _advance(view: CacheView, added: Tensor | int) -> None:
-    """Count the new keys; on a GPU never beyond the capacity, since those have not been written."""
-    with torch.no_grad():
-        view.lengths.add_(added)
-        if not view.trusted and view.lengths.device.type != "cpu":
-            view.lengths.clamp_(max=view.capacity)
-
-
-def _check_given(
-    positions: Tensor, q: Tensor, edges_q: Tensor | None, new: _New | None, table: RotaryTable
-) -> None:
-    checks.check_int_tensor("positions", positions.reshape(-1))
-    shape = (q.shape[0],) if edges_q is not None else (q.shape[0], q.shape[2])
-    if tuple(positions.shape) != shape:
-        raise ShapeError(
-            message(f"positions has a number for each query, {shape}", {"positions": positions, "q": q})
-        )
-    if new is not None:
-        tokens = new.k.shape[0] if new.edges is not None else new.k.shape[2]
-        if (new.edges is None) != (edges_q is None) or tokens != (
-            q.shape[0] if edges_q is not None else q.shape[2]
-        ):
-            rule = "positions say where queries and new keys stand: there are as many of both"
-            raise ShapeError(message(rule, {"q": q, "k_new": new.k}))
-    check_positions(positions, table.cos)
+def _advance(view: CacheView, new: _New) -> None:
+    """Count the new keys."""
+    view.lengths.add_(_added(new))
 
 
 def _into(out: Tensor, result: Tensor) -> Tensor:

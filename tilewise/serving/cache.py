@@ -19,7 +19,8 @@ class CacheView:
     graph and compiled.
 
     k, v: pools (P, H_kv, S, D) and (P, H_kv, S, D_v), the last stride 1.
-    lengths: (B,) int32 keys present, on the pools' device; a call that appends advances them in place.
+    lengths: (B,) int32 keys present, on the pools' device; a call that appends advances them in place. On a GPU keys
+        beyond the capacity are counted and not written.
     block_table: (B, M) int32 page of keys j // S of each sequence; None: sequence b is page b.
     leftpad: (B,) int32 keys of padding in front, hidden; positions count behind them. None: no padding.
     k_scale, v_scale: (H_kv,) or (P, H_kv) float32 factors of what is stored, None: 1.

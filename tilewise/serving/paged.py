@@ -161,9 +161,10 @@ class PagedKVCache:
             count += 1
         return count * self.page_size
 
-    def reserve(self, numbers: Many[int], layers: range, added: list[int]) -> bool:
-        """Pages of their own for so many more keys of each sequence; True if a table has changed.
+    def reserve(self, numbers: Many[int], layers: range, added: list[int]) -> list[tuple[int, int, int]]:
+        """Pages of their own for so many more keys of each sequence.
 
+        Returns: what has changed, (number of the sequence in `numbers`, place among its pages, page).
         Raises: OutOfPages, ShapeError for a sequence that would grow beyond max_length; nothing has changed then.
         """
         plans, taken, wanted = [], Counter[int](), 0
@@ -187,23 +188,27 @@ class PagedKVCache:
         if wanted > len(self.books.free):
             rule = f"{wanted} pages are needed, and {len(self.books.free)} of {self.num_pages} are free"
             raise OutOfPages(f"{rule}\nFree sequences, or make a cache of more pages.")
-        if not wanted:
-            return False
-        old, new = [], []
-        for found, copied, extra in plans:
+        return self._take(plans) if wanted else []
+
+    def _take(self, plans: list[tuple[Sequence, list[int], int]]) -> list[tuple[int, int, int]]:
+        """Copy and add the pages of each plan: (sequence, places to copy, pages to add)."""
+        changes, old, new = [], [], []
+        for b, (found, copied, extra) in enumerate(plans):
             for n in copied:
                 old.append(found.pages[n])
-                new.append(self.books.take())
-                self.books.let_go(found.pages[n])
-                found.pages[n] = new[-1]
+                found.pages[n] = self.books.take()
+                self.books.let_go(old[-1])
+                new.append(found.pages[n])
+            start = len(found.pages)
             found.pages += [self.books.take() for _ in range(extra)]
+            changes += [(b, n, found.pages[n]) for n in (*copied, *range(start, start + extra))]
         if old:
             self.k[:, new], self.v[:, new] = self.k[:, old], self.v[:, old]
         self._changed()
-        return True
+        return changes
 
-    def step(self, numbers: tuple[int, ...], layer: int, added: int | list[int]) -> CacheView:
-        """What a layer's call on these sequences reads and extends; the books count `added` new keys of each."""
+    def current(self, numbers: tuple[int, ...]) -> Batch:
+        """The batch of these sequences whose books the cache keeps, as they stand."""
         batch = self._batches.get(numbers)
         if batch is None:
             batch = self._batches[numbers] = Batch(self, numbers)
@@ -211,8 +216,7 @@ class PagedKVCache:
                 self._batches.popitem(last=False)
         elif batch.version != self.version:
             batch.refresh()
-        batch.count(range(layer, layer + 1), added)
-        return batch.views[layer]
+        return batch
 
 
 class PagedLayer:
@@ -239,6 +243,8 @@ class Batch:
         self.records = [cache.books.find(n) for n in sequences]
         device, count = cache.k.device, len(sequences)
         self.table = torch.full((count, cache.pages_each), -1, dtype=torch.int32, device=device)
+        # What the device's table is copied from; on the processor it is the table.
+        self._table = self.table if device.type == "cpu" else torch.empty_like(self.table, device="cpu")
         self.lengths = torch.zeros(cache.num_layers, count, dtype=torch.int32, device=device)
         self.views = [
             CacheView(k, v, n, self.table, None, cache.k_scale, cache.v_scale, trusted=True)
@@ -250,17 +256,20 @@ class Batch:
     def refresh(self) -> None:
         """Write table and lengths anew from the books."""
         self.records = [self.cache.books.find(n) for n in self.sequences]
-        self._write_table()
+        self._table.fill_(-1)
+        self._write([(b, n, page) for b, s in enumerate(self.records) for n, page in enumerate(s.pages)])
         if self.records:
             self.lengths.copy_(torch.tensor([s.lengths for s in self.records], dtype=torch.int32).t())
         self.room = [0] * self.cache.num_layers
         self.version = self.cache.version
 
-    def _write_table(self) -> None:
-        width = self.table.shape[1]
-        rows = [s.pages[:width] + [-1] * (width - len(s.pages)) for s in self.records]
-        if rows:
-            self.table.copy_(torch.tensor(rows, dtype=torch.int32), non_blocking=True)
+    def _write(self, changes: list[tuple[int, int, int]]) -> None:
+        """Entries of the table, (row, column, page); they reach the device in one copy."""
+        if changes:
+            row, column, page = torch.tensor(changes).unbind(1)
+            self._table[row, column] = page.to(torch.int32)
+        if self._table is not self.table:
+            self.table.copy_(self._table, non_blocking=True)
 
     def advance(self, added: int | list[int]) -> None:
         """Room for so many more keys of each sequence, in every layer; the books count them.
@@ -279,14 +288,15 @@ class Batch:
             return
         cache = self.cache
         if any(self.room[n] < most for n in layers):
-            if cache.reserve(self.sequences, layers, more):
-                self._write_table()
+            changes = cache.reserve(self.sequences, layers, more)
+            if changes:
+                self._write(changes)
             size = cache.page_size
             for n in layers:
-                ends = zip(self.records, more, strict=True)
-                # Keys that fit behind the new ones in pages that are written now.
-                stops = [s.lengths[n] + m for s, m in ends]
-                self.room[n] = most + min(min(-(-e // size) * size, cache.max_length) - e for e in stops)
+                stops = [s.lengths[n] + m for s, m in zip(self.records, more, strict=True)]
+                # Keys that fit behind the new ones in pages that are written now; who writes nothing may share them.
+                behind = min(min(-(-e // size) * size, cache.max_length) - e for e in stops)
+                self.room[n] = most + (behind if all(more) else 0)
         for s, m in zip(self.records, more, strict=True):
             for n in layers:
                 s.lengths[n] += m

@@ -80,9 +80,11 @@ def check_positions(positions: Tensor, cos: Tensor) -> None:
 def check_reach(first: Tensor, added: Tensor | int, cos: Tensor) -> None:
     """Raise ShapeError where a sequence's new positions, (B,) first and their number, leave the tables; looked at on
     the CPU, clamped on a GPU."""
-    if first.device.type != "cpu" or not first.numel() or torch.compiler.is_compiling():
+    if first.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    low, end = int(first.min()), int((first + added).max())
+    starts = first.tolist()
+    ends = [n + added for n in starts] if isinstance(added, int) else (first + added).tolist()
+    low, end = min(starts, default=0), max(ends, default=0)
     if low < 0 or end > cos.shape[0]:
         rule = f"positions run from {low} to {end - 1}, and the tables have {cos.shape[0]} rows"
         raise ShapeError(message(rule, {"cos": cos}))
