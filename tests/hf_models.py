@@ -141,8 +141,8 @@ def run(
     with softmax_in_its_own_type():
         logits = model(**given, **extra).logits
     make = torch.Generator().manual_seed(4)
-    target = torch.randn(logits.shape, generator=make, dtype=torch.float64).to(dtype)
-    weight = weight.to(dtype)
+    target = torch.randn(logits.shape, generator=make, dtype=torch.float64).to(logits)
+    weight = weight.to(logits)
     model.zero_grad()
     (logits * target * weight).sum().backward()
     found = {"out": (logits * weight).detach()}

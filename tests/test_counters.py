@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from tilewise.analysis.machines import find_machine
+from tilewise.analysis.roofline import Shape, device_bytes
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"
@@ -50,3 +55,60 @@ def test_a_case_is_what_stands_between_its_markers(counters, tmp_path):
     assert found[0]["kernels"][0] == {"name": "forward", "read": 1000.0, "written": 200.0}
     with pytest.raises(RuntimeError, match="2 cases ran"):
         counters.split_cases(iter([]), cases)
+
+
+@pytest.mark.parametrize("n, heads, heads_kv, dim, wanted", [
+    (1024, 32, 32, 128, 8), (8192, 32, 32, 128, 3), (8192, 32, 8, 128, 8), (16384, 16, 16, 128, 1),
+    (1 << 17, 4, 4, 256, 1),
+])  # fmt: skip
+def test_triton_runs_as_many_heads_abreast_as_a_quarter_of_the_cache_holds(n, heads, heads_kv, dim, wanted):
+    """On an H200's 60 MiB; query heads of a group count once, since they read the same keys."""
+    from tilewise.backends.triton.machine import Machine
+    from tilewise.backends.triton.tiles import Tiles, heads_abreast
+    from tilewise.problem import Options, Problem
+    from tilewise.problem import Shape as Sizes
+    from tilewise.spec.attention import AttentionSpec, spec_text
+    from tilewise.spec.masks import Mask
+
+    shape = Sizes(1, heads, heads_kv, n, n, dim, dim)
+    problem = Problem(
+        AttentionSpec.parse(spec_text(Mask(), (), False, False)), Options(), shape, torch.bfloat16, "cuda"
+    )
+    tiles = Tiles(64, 64, 4, 3)
+    machine = Machine("cuda", 90, 232448, 132, "H200", 60 * 2**20)
+    assert heads_abreast(problem, tiles, machine) == wanted
+    assert heads_abreast(problem, tiles, machine._replace(cache=0)) == 8
+
+
+def test_keys_move_once_a_head_where_the_cache_holds_them_and_once_a_generation_elsewhere():
+    """Written out by hand for 132 workers with 128 rows in flight each, and 60 MiB."""
+    machine = find_machine("h200")
+    shape = Shape(32, 8192, 8192, 128, 128, 64, 64, 32 * 8192 * 8192, 32 * 128 * 8192, 2, "bfloat16")
+    rows, keys = 32 * 8192 * (256 * 2 + 4), 32 * 8192 * 256 * 2
+    assert device_bytes(shape, machine) == rows + keys
+    # Eight heads' keys are 32 MiB, more than half of the cache: 8 * 8192 rows are 3.88 generations.
+    beyond = device_bytes(shape._replace(heads_abreast=8), machine)
+    assert beyond == pytest.approx(rows + keys * 8 * 8192 / (132 * 128), rel=1e-6)
+    nothing = machine.with_changes(cache_bytes=None)
+    assert device_bytes(shape, nothing) == rows + keys * 128  # each of the 128 tiles of a head reads its own
+
+
+LINES = FOLDER / "results" / "counters.jsonl"
+
+
+def counted(ours):
+    """Lines of the results: of our kernels as they are now, or of the others."""
+    lines = [json.loads(line) for line in LINES.read_text(encoding="utf-8").splitlines()]
+    return [
+        line for line in lines
+        if "counted_bytes" in line and "note" not in line and line["which"] == "forward" and ("shape" in line) == ours
+    ]  # fmt: skip
+
+
+def test_ordinary_attention_moves_its_matrix_four_times():
+    found = [
+        line["bytes_ordinary"] / line["counted_bytes"]
+        for line in counted(ours=False)
+        if "bytes_ordinary" in line
+    ]
+    assert len(found) >= 3 and all(0.85 < ratio < 1.15 for ratio in found)

@@ -238,7 +238,7 @@ def _priced(problem: Problem, schedule: Schedule | None, counts: tuple[int, int]
         shape.num_heads_kv * sequences, rows, columns, shape.head_dim, shape.head_dim_v,
         block_q, max(min(schedule.block_k, columns), 1), visited * shape.num_heads_q,
         visited * shape.num_heads_q // block_q, torch.empty(0, dtype=problem.dtype).element_size(),
-        str(problem.dtype).removeprefix("torch."), problem.needs_grad,
+        str(problem.dtype).removeprefix("torch."), problem.needs_grad, schedule.heads_abreast,
     )  # fmt: skip
 
 

@@ -129,7 +129,8 @@ MACHINES: dict[str, Machine] = {
     "h200": Machine(
         "NVIDIA H200 SXM", "cuda", r"H200", 132,
         {**_halves(989.5e12, _H200), "float8": Number(1979e12, _H200), "float32": Number(66.9e12, HOPPER)},
-        *_cuda(132, 1.83e9, HOPPER), Number(4.8e12, _H200), Number(228 * 1024, HOPPER), Number(50e6, HOPPER),
+        *_cuda(132, 1.83e9, HOPPER), Number(4.8e12, _H200), Number(228 * 1024, HOPPER),
+        Number(60 * 2**20, "benchmarks/results/counters.jsonl: the device's own L2 size", "measured"),
     ),
     "b200": Machine(
         "NVIDIA B200", "cuda", r"B200", 148,

@@ -9,8 +9,7 @@ nothing overlaps, it is their sum. What FlashAttention-3 and -4 gain lies betwee
     on-chip traffic  a step of b_q x b_k reads its operands once from the tile memory: forward q, k and v (the weights
                      stay where they were made); backward twice q, k and do, and v, and ds three times (written
                      once, read twice). Where scores lie in a cache, four passes of float32 more
-    device memory    the tiled traffic of the I/O model; k and v are read once a head if those of the heads in
-                     flight fit the shared cache
+    device memory    the tiled traffic of the I/O model behind the shared cache (`device_bytes`)
 
 Sources: Williams, Waterman and Patterson 2009, "Roofline", https://doi.org/10.1145/1498765.1498785; shared memory and
 exponentials as roofs of their own: Zadouri et al. 2026, https://arxiv.org/abs/2603.05451, whose pairs of cores that
@@ -25,8 +24,11 @@ from typing import NamedTuple
 from tilewise.analysis.io_model import bytes_tiled
 from tilewise.analysis.machines import Machine, Number
 
-__all__ = ["ROOFS", "Prediction", "Shape", "Work", "predict_time", "what_if", "work_of"]
+__all__ = ["ROOFS", "Prediction", "Shape", "Work", "device_bytes", "predict_time", "what_if", "work_of"]
 
+ROWS_A_WORKER = 128
+"""Rows of queries that a worker has in flight: a tile of 128, or two of 64. Source: the tiles of FlashAttention-2, -3
+and the Triton backend."""
 ROOFS = ("matrix units", "exponentials", "on-chip traffic", "device memory")
 
 
@@ -34,7 +36,7 @@ class Shape(NamedTuple):
     """What is priced: sizes of the whole call, its tiles, and the pairs of all heads that are visited.
 
     key_rows: rows of K that the query tiles of all heads read, as the mask leaves them. Grouped heads are folded:
-    pass H_kv heads of G * N_q rows.
+    pass H_kv heads of G * N_q rows. heads_abreast: heads (KV heads) whose tiles run side by side, at least.
     """
 
     heads: int
@@ -49,6 +51,7 @@ class Shape(NamedTuple):
     itemsize: int
     dtype: str
     backward: bool = False
+    heads_abreast: int = 1
 
 
 class Work(NamedTuple):
@@ -84,17 +87,32 @@ def work_of(shape: Shape, machine: Machine) -> Work:
         step = rows * d + columns * (d + dv)
     step += machine.score_passes * scores * 4 * (2 if shape.backward else 1)
     flops = shape.pairs * (d + dv) * (5 if shape.backward else 2)
-    return Work(flops, shape.pairs, steps * step, _memory(shape, machine))
+    return Work(flops, shape.pairs, steps * step, device_bytes(shape, machine))
 
 
-def _memory(shape: Shape, machine: Machine) -> float:
-    """Bytes of device memory. Backward: as FlashAttention-2's second pass, queries streamed past key tiles."""
+def device_bytes(shape: Shape, machine: Machine) -> float:
+    """Bytes of device memory of a call: what must move once, and keys again where a shared cache does not hold them.
+
+    Tiles in flight, about 128 rows a worker, run side by side over the keys of some heads. If those keys fill no more
+    than half of the cache that all workers share, they are read once a head; else once for each generation of tiles,
+    which read them at about the same time. Without such a cache every tile reads its own keys.
+
+    Backward: as FlashAttention-2's second pass, queries streamed past key tiles.
+
+    Source: counters of an H200, docs/io-model.md; the cache keeps two copies of what all workers read.
+    """
     d, dv, size = shape.head_dim, shape.head_dim_v, shape.itemsize
-    tiles_a_head = max(-(-shape.seqlen_q // shape.block_q), 1)
-    in_flight = machine.workers / tiles_a_head + 1
-    keys = shape.seqlen_k * (d + dv) * size
-    cached = machine.cache_bytes is not None and in_flight * keys <= machine.cache_bytes.value
-    key_rows = min(shape.heads * shape.seqlen_k, shape.key_rows) if cached else shape.key_rows
+    rows_in_flight = machine.workers * max(ROWS_A_WORKER, shape.block_q)
+    together = max(min(shape.heads_abreast, shape.heads), -(-rows_in_flight // max(shape.seqlen_q, 1)))
+    working = min(together, shape.heads) * shape.seqlen_k * (d + dv) * size
+    once = min(shape.heads * shape.seqlen_k, shape.key_rows)
+    cached = machine.cache_bytes is not None and 2 * working <= machine.cache_bytes.value
+    key_rows = once if cached else shape.key_rows
+    if machine.cache_bytes is not None and not cached:
+        # A generation takes rows_in_flight of the rows of the heads that run abreast.
+        tiles = -(-shape.seqlen_q // shape.block_q)
+        rows = shape.seqlen_q * min(shape.heads_abreast, shape.heads)
+        key_rows = max(once, int(shape.key_rows / tiles * rows / rows_in_flight))
     forward = bytes_tiled(
         batch=1, num_heads_q=1, seqlen_q=shape.heads * shape.seqlen_q, seqlen_k=1, head_dim=d, head_dim_v=dv,
         itemsize=size, block_q=max(shape.block_q, 1), key_rows_read=key_rows,

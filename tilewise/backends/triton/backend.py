@@ -67,6 +67,7 @@ class Triton:
     def plan(self, problem: Problem) -> Schedule:
         from tilewise.backends.triton import launch_forward
         from tilewise.backends.triton.machine import INTERPRETED, machine_of
+        from tilewise.backends.triton.tiles import heads_abreast
 
         here = torch.cuda.is_available() and not _interpreting()
         machine = machine_of(torch.cuda.current_device()) if here else INTERPRETED
@@ -75,9 +76,11 @@ class Triton:
         lines = s.num_heads_q * s.seqlen_q * (1 if problem.options.layout == "varlen" else s.batch)
         workspace = 4 * splits * lines * (s.head_dim_v + 1) if splits > 1 else 0
         notes = ("rows of a tile are those of a group of heads",) if tiles.packed else ()
+        abreast = heads_abreast(problem, tiles, machine)
         return Schedule(
-            tiles.block_m, tiles.block_n, "row tiles in parallel, keys inner", splits, workspace, notes=notes
-        )
+            tiles.block_m, tiles.block_n, "row tiles in parallel, keys inner", splits, workspace, notes=notes,
+            heads_abreast=-(-abreast // (1 if tiles.packed else max(problem.group, 1))),
+        )  # fmt: skip
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """(out, lse). A leaf of a type that kernels do not read sends the call to the reference."""

@@ -67,8 +67,6 @@ CARE_M = 32
 their products by instructions that Triton 3.6 gets wrong in loops without pipelining (measured on an H200)."""
 TMA_WORK = 2.0e10
 """Operations from which descriptors are worth their host time (about 40 microseconds of an H200)."""
-SWIZZLE = 8
-"""Heads whose row tiles run side by side, so that their K and V share the second-level cache."""
 _recipes: dict[tuple[object, ...], Recipe] = {}
 MOST_RECIPES = 4096
 
@@ -273,11 +271,12 @@ def _shared_values(
     s, varlen = problem.shape, problem.options.layout == "varlen"
     heads = s.num_heads_kv if tiles.packed else s.num_heads_q
     threshold, factor = dropout_numbers(problem, inputs.dropout)
+    abreast = choice.heads_abreast(problem, tiles, machine_of(max(inputs.q.get_device(), 0)))
     l_s, l_b, l_h = lse_strides
     return [
         inputs.q, inputs.k, inputs.v, None, None, *_optional(problem, inputs), None, None, None,
         *strides.q, *strides.k, *strides.v, *strides.out, l_s, 0 if varlen else l_b, l_h,
-        s.batch, heads, max(problem.group, 1), s.seqlen_q, s.seqlen_k, choice.row_tiles(problem, tiles), SWIZZLE,
+        s.batch, heads, max(problem.group, 1), s.seqlen_q, s.seqlen_k, choice.row_tiles(problem, tiles), abreast,
         *splits, _number(inputs.q_offset), _number(inputs.k_offset), inputs.h_offset, inputs.b_offset,
         s.head_dim, s.head_dim_v, threshold, inputs.scale, factor, *_data(problem, inputs, slots),
     ]  # fmt: skip

@@ -10,13 +10,15 @@ import torch
 
 class Machine(NamedTuple):
     """kind: "cuda" or "hip". arch: compute capability as a number, 90 for 9.0 (for hip 0). shared: bytes of shared
-    memory one program may have. sms: multiprocessors. name: as the driver gives it."""
+    memory one program may have. sms: multiprocessors. name: as the driver gives it. cache: bytes of the cache that all
+    multiprocessors share, 0 where the driver does not say."""
 
     kind: str
     arch: int
     shared: int
     sms: int
     name: str = ""
+    cache: int = 0
 
 
 INTERPRETED = Machine("cuda", 90, 232448, 4, "interpreter")
@@ -35,4 +37,5 @@ def machine_of(device: int) -> Machine:
     )
     if torch.version.hip:
         return Machine("hip", 0, 65536, found.multi_processor_count, found.name)
-    return Machine("cuda", found.major * 10 + found.minor, shared, found.multi_processor_count, found.name)
+    arch, cache = found.major * 10 + found.minor, getattr(found, "L2_cache_size", 0)
+    return Machine("cuda", arch, shared, found.multi_processor_count, found.name, cache)
