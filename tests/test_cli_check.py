@@ -136,7 +136,13 @@ def test_a_refusal_is_no_failure(injected, capsys):
     assert "mood: got a problem, allowed none. ask tomorrow" in report["results"][0]["message"]
     assert main(["check", "--case", "mask-causal", "--backend", "choosy"]) == 2
     captured = capsys.readouterr()
-    assert "takes none of the 1 cases" in captured.out and "nothing was checked" in captured.err
+    assert "takes none of the 1 case on" in captured.out and "nothing was checked" in captured.err
+
+
+def test_a_backend_for_other_devices_is_told_once(injected, capsys):
+    assert main(["check", "--case", "mask-causal", "--backend", "choosy,naive", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "choosy takes none of the 1 case on cpu" in out and "1 passed: naive on cpu" in out
 
 
 def test_report_has_what_a_bug_needs(injected, capsys, tmp_path):

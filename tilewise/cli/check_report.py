@@ -32,7 +32,8 @@ def print_tables(summary: Summary, details: bool = False) -> None:
         results = list(part)
         refused = sum(r.status == "refused" for r in results)
         if refused == len(results):
-            print(f"{backend} on {device}: takes none of the {len(results)} cases ({results[0].message})\n")
+            count = "the 1 case" if len(results) == 1 else f"the {len(results)} cases"
+            print(f"{backend} takes none of {count} on {device}: {results[0].message}\n")
         elif details:
             _tensor_table(f"{backend} on {device}", results).print()
         else:
@@ -103,7 +104,10 @@ def _print_closing(summary: Summary) -> None:
     devices = ", ".join(dict.fromkeys(r.device for r in summary.results))
     counts = f"{summary.count('passed')} passed"
     counts += f", {summary.count('failed')} FAILED" if summary.failures else ""
-    counts += f", {summary.count('refused')} refused with a reason" if summary.count("refused") else ""
+    # A backend that is made for other devices is told above; its cases count as none.
+    took = {(r.backend, r.device) for r in summary.results if r.status != "refused"}
+    refused = sum(r.status == "refused" and (r.backend, r.device) in took for r in summary.results)
+    counts += f", {refused} refused with a reason" if refused else ""
     text = f"{counts}: {backends} on {devices}, in {summary.seconds:.0f} s."
     if draws():
         from rich.console import Console
