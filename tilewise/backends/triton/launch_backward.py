@@ -210,13 +210,17 @@ class Call:
         )  # fmt: skip
         self.launch(PREPARE, tiles, units * row_tiles, values, EXACT=not self.problem.options.subset)
 
-    def key_gradients(self, sites: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """dk, dv and the column sums of some sites, (sites, B, H, columns)."""
+    def key_gradients(
+        self, sites: tuple[int, ...], made: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dk, dv and the column sums of some sites, (sites, B, H, columns); made: dk and dv that only want the second
+        look."""
         s = self.problem.shape
-        dk, dv = (self._gradient(t) for t in (self.inputs.k, self.inputs.v))
+        dk, dv = made or tuple(self._gradient(t) for t in (self.inputs.k, self.inputs.v))
         sums = self._sums(sites, s.seqlen_k)
         units = s.num_heads_kv * (1 if self.varlen else s.batch)
-        for careful, tiles in ((False, self.tiles.keys), (True, self.tiles.careful)):
+        passes = ((False, self.tiles.keys), (True, self.tiles.careful))
+        for careful, tiles in passes[made is not None :]:
             key_tiles = self.blocks(tiles.block_n, False)
             tma = self.tma and not careful and tiles.block_m >= FEWEST_AHEAD
             found = self.row_descriptors(tiles.block_m) if tma else (None,) * 4
@@ -225,26 +229,22 @@ class Call:
                 *four_strides(self.problem, dk)[:3], *four_strides(self.problem, dv)[:3], *self.sizes, key_tiles,
                 self.tiles.swizzle, *self.offsets, *self.factors,
             )  # fmt: skip
-            self.launch(
-                KEYS,
-                tiles,
-                self.grid(units * key_tiles, careful),
-                values,
-                SITES=sites,
-                TMA=tma,
-                CAREFUL=careful,
-            )
+            constants = {"SITES": sites, "TMA": tma, "CAREFUL": careful}
+            self.launch(KEYS, tiles, self.grid(units * key_tiles, careful), values, **constants)
         return dk, dv, sums
 
     def row_gradients(
-        self, sites: tuple[int, ...], pair: int, target: Tensor | None
+        self, sites: tuple[int, ...], pair: int, target: Tensor | None, made: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """dq and the row sums of some sites, (sites, B, H, rows); a pairwise leaf's gradient goes to `target`."""
+        """dq and the row sums of some sites, (sites, B, H, rows); a pairwise leaf's gradient goes to `target`. made: dq
+        that only wants the second look."""
         s = self.problem.shape
-        dq, sums = self._gradient(self.inputs.q), self._sums(sites, s.seqlen_q)
+        dq = self._gradient(self.inputs.q) if made is None else made
+        sums = self._sums(sites, s.seqlen_q)
         units = s.num_heads_q * (1 if self.varlen else s.batch)
         strides, step = ((0, 0, 0, 0), 1) if target is None else self.pair_strides(pair, target)
-        for careful, tiles in ((False, self.tiles.rows), (True, self.tiles.careful)):
+        passes = ((False, self.tiles.rows), (True, self.tiles.careful))
+        for careful, tiles in passes[made is not None :]:
             row_tiles = self.blocks(tiles.block_m, True)
             tma = self.tma and not careful and tiles.block_n >= FEWEST_AHEAD
             found = self.key_descriptors(tiles.block_n) if tma else (None, None)
