@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -130,32 +129,14 @@ class Cpu:
         """(out, lse). A value that is not finite must reach exactly the rows that see it. The kernels multiply
         hidden values by weights of 0, so where a result is not finite the call is done again by the reference,
         which keeps count of who sees what; results that are all finite hold nothing hidden."""
-        from tilewise.backends.cpu.cached import with_table
-        from tilewise.backends.cpu.pieces import covered, pieces
-        from tilewise.backends.cpu.prepared import launches_of
+        from tilewise.backends.cpu import cached
         from tilewise.backends.cpu.slots import describe
 
         slots = describe(problem.spec, inputs.leaves)
         if slots is None:
             return self._exact.forward(problem, inputs)
-        inputs = with_table(inputs)
-        found = pieces(problem, inputs)
-        out = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
-        lse = inputs.q.new_empty(problem.lse_shape, dtype=problem.compute_dtype)
-        if not covered(problem, found):
-            out.zero_()
-            lse.fill_(-math.inf)
         with torch.no_grad():
-            target = out
-            if out.stride(-1) != 1 and out.shape[-1] > 1:
-                target = torch.zeros(out.shape, dtype=out.dtype, device="cpu")
-            launches = launches_of(problem, inputs, (target, lse), slots, found)
-            extra = inputs.leaves if inputs.sink is None else (*inputs.leaves, inputs.sink)
-            if not all([x.run((inputs.q, inputs.k, inputs.v), extra, target, lse) for x in launches]):
-                return self._exact.forward(problem, inputs)
-            if target is not out:
-                out.copy_(target)
-        return out, lse
+            return cached.forward(problem, inputs, slots, self._exact)
 
     def prepare(self, problem: Problem, inputs: Inputs) -> Prepared | None:
         """A forward for dense calls and calls over caches of this kind; none where something else is read from the

@@ -1,17 +1,17 @@
-"""A forward call over a cache, laid out once: lengths, table and rows of a batch are read when it runs."""
+"""Forward calls: laid out afresh, and calls over caches, laid out once: lengths and table are read when they run."""
 
 from __future__ import annotations
 
-import ctypes
 import math
+from array import array
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from tilewise.backends.cpu import launch
-from tilewise.backends.cpu.pieces import covered, pieces
-from tilewise.backends.cpu.prepared import Forward, Segments, apart, launches_of
+from tilewise.backends.cpu.pieces import Piece, covered, pieces
+from tilewise.backends.cpu.prepared import Forward, Segments, launches_of
 from tilewise.problem import empty_in_order
 
 if TYPE_CHECKING:
@@ -19,58 +19,112 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tilewise.backends.cpu.pieces import Piece
     from tilewise.backends.cpu.slots import Slots
     from tilewise.backends.reference.blockwise import Blockwise
     from tilewise.problem import Inputs, Problem
 
 
 def with_table(inputs: Inputs) -> Inputs:
-    """The inputs with a table of pages that the kernels read: int32, rows without gaps."""
+    """The inputs with a table of pages that the kernels read."""
     table = inputs.block_table
-    if table is None or (table.dtype == torch.int32 and (table.shape[1] <= 1 or table.stride(1) == 1)):
-        return inputs
-    return replace(inputs, block_table=table.to(torch.int32).contiguous())
+    return inputs if table is None else replace(inputs, block_table=integers(table))
+
+
+def integers(table: Tensor) -> Tensor:
+    """A table of pages as the kernels read it: int32, rows without gaps."""
+    if table.dtype == torch.int32 and (table.shape[1] <= 1 or table.stride(1) == 1):
+        return table
+    return table.to(torch.int32).contiguous()
 
 
 class CachedForward:
-    """Calls of one kind over caches. Sequences of few rows share one launch, laid out once; where others are in the
-    batch, their launch is laid out when it is met, which their work hides."""
+    """Calls of one kind over caches. Where all sequences have a few rows, one launch, laid out once, serves them, and
+    a run writes down the sequences alone; where not, launches are laid out when rows are known: their work hides it."""
 
     def __init__(self, problem: Problem, inputs: Inputs, slots: Slots, exact: Blockwise) -> None:
         self._problem, self._slots, self._exact = problem, slots, exact
-        self._names = problem.tensor_names
-        self._num_leaves = len(problem.spec.leaves)
+        self._num_leaves, self._names = len(problem.spec.leaves), problem.tensor_names
         nothing = inputs.q.new_empty(0)  # the numbers are kept, the tensors are not
         self._inputs = replace(
             inputs, q=nothing, k=nothing, v=nothing, leaves=(), **dict.fromkeys(self._names)
         )
+        o, s = problem.options, problem.shape
         self._few: Forward | None = None
+        if o.layout == "dense" and not o.seqused_q and 0 < s.seqlen_q <= launch.decode_rows(problem):
+            inputs = with_table(inputs)
+            out = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
+            lse = torch.empty(problem.lse_shape, dtype=torch.float32, device="cpu")
+            self._few = Forward(problem, inputs, (out, lse), slots, pieces(problem, inputs), True)
+            self._out = (out.shape, out.stride(), out.dtype)
+            self._chunk = launch.splits_of(problem, Piece.whole(problem), True)[1]
+            self._units = s.num_heads_kv if launch.packs_rows(problem, True) else s.num_heads_q
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor], want_lse: bool
-    ) -> tuple[Tensor, Tensor]:
-        problem, count = self._problem, self._num_leaves
+    ) -> tuple[Tensor, Tensor | None]:
+        count = self._num_leaves
         named = dict(zip(self._names, extra[count:], strict=True))
-        inputs = with_table(replace(self._inputs, q=q, k=k, v=v, leaves=tuple(extra[:count]), **named))
-        found = pieces(problem, inputs)
-        out = empty_in_order(q, problem.out_shape, problem.out_dtype)
-        lse = torch.empty(problem.lse_shape, dtype=torch.float32, device="cpu")
-        if not covered(problem, found):
-            out.zero_()
-            lse.fill_(-math.inf)
-        few, many = apart(problem, found)
-        given = inputs.leaves if inputs.sink is None else (*inputs.leaves, inputs.sink)
-        finite = not few or self._run_few(inputs, given, (out, lse), few)
-        for call in launches_of(problem, inputs, (out, lse), self._slots, many):
-            finite = call.run((q, k, v), given, out, lse) and finite
-        return (out, lse) if finite else self._exact.forward(problem, inputs)
+        if self._few is not None:
+            shape, stride, dtype = self._out
+            out = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+            lse = (
+                torch.empty(self._problem.lse_shape, dtype=torch.float32, device="cpu") if want_lse else None
+            )
+            segments = self._segments(named, k.shape[0])
+            if self._few.run((q, k, v), extra[: count + ("sink" in named)], out, lse, segments):
+                return out, lse
+        inputs = replace(self._inputs, q=q, k=k, v=v, leaves=tuple(extra[:count]), **named)
+        if self._few is not None:
+            return self._exact.forward(self._problem, inputs)
+        return forward(self._problem, inputs, self._slots, self._exact)
 
-    def _run_few(
-        self, inputs: Inputs, given: Sequence[Tensor], results: tuple[Tensor, Tensor], few: list[Piece]
-    ) -> bool:
-        if self._few is None:
-            self._few = Forward(self._problem, inputs, results, self._slots, few, True)
-        numbers, tasks, splits, _ = launch.segments_of(self._problem, few, [(0, 0)] * len(few), True)
-        segments = Segments((ctypes.c_int64 * len(numbers))(*numbers), tasks, splits)
-        return self._few.run((inputs.q, inputs.k, inputs.v), given, *results, segments)
+    def _segments(self, named: dict[str, Tensor], num_pages: int) -> Segments:
+        """The slots of SEGMENT of every sequence, as `pieces` and `launch.segments_of` find them."""
+        s, inputs = self._problem.shape, self._inputs
+        rows, capacity, batch, chunk, units = s.seqlen_q, s.seqlen_k, s.batch, self._chunk, self._units
+        used, padding, table = named.get("seqused_k"), named.get("leftpad_k"), named.get("block_table")
+        lengths = [capacity] * batch if used is None else used.tolist()
+        paddings = None if padding is None else padding.tolist()
+        entries, address, step = None, 0, 0
+        held = None
+        if table is not None and table.shape[1] == 1:
+            entries = table[:, 0].tolist()
+        elif table is not None:
+            held = integers(table)
+            address, step = held.data_ptr(), held.stride(0) * 4
+        numbers = array("q")
+        tasks, most = 0, 1
+        for b, keys in enumerate(lengths):
+            keys = min(max(keys, 0), capacity)
+            first = 0 if paddings is None else min(max(paddings[b], 0), keys)
+            splits = -(-keys // chunk) or 1
+            entry = b if entries is None else min(max(entries[b], 0), num_pages - 1)
+            numbers.extend((
+                0, rows, 0, keys, keys - first - rows if inputs.q_offset is None else inputs.q_offset,
+                inputs.k_offset - first, b, b, tasks, splits, chunk, 0, 0, 0, 0, 0 if address else entry,
+                address + b * step if address else 0, first, b * rows,
+            ))  # fmt: skip
+            tasks += units * splits
+            most = max(most, splits)
+        return Segments(numbers, tasks, most, held)
+
+
+def forward(problem: Problem, inputs: Inputs, slots: Slots, exact: Blockwise) -> tuple[Tensor, Tensor]:
+    """(out, lse) of any call, over caches or not; see `Cpu.forward`."""
+    inputs = with_table(inputs)
+    found = pieces(problem, inputs)
+    out = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
+    lse = inputs.q.new_empty(problem.lse_shape, dtype=torch.float32)
+    if not covered(problem, found):
+        out.zero_()
+        lse.fill_(-math.inf)
+    target = out
+    if out.stride(-1) != 1 and out.shape[-1] > 1:
+        target = torch.zeros(out.shape, dtype=out.dtype, device="cpu")
+    launches = launches_of(problem, inputs, (target, lse), slots, found)
+    extra = inputs.leaves if inputs.sink is None else (*inputs.leaves, inputs.sink)
+    if not all([x.run((inputs.q, inputs.k, inputs.v), extra, target, lse) for x in launches]):
+        return exact.forward(problem, inputs)
+    if target is not out:
+        out.copy_(target)
+    return out, lse

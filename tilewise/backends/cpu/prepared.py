@@ -19,6 +19,7 @@ from tilewise.backends.cpu.parameters import SEGMENT, P
 from tilewise.backends.cpu.slots import fill
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from tilewise.backends.cpu.slots import Slots
     from tilewise.problem import Inputs, Problem
 
-ALONE = 600_000
-"""Multiply-adds of a call below which waking other threads takes longer than it saves."""
 KEPT = 100_000_000
 """Multiply-adds up to which a call's scratch is kept for the next: longer calls do not feel its allocation."""
 SMALL = 4096
@@ -56,11 +55,12 @@ class _Block(launch.Block):
 
 
 class Segments(NamedTuple):
-    """Sequences in place of those that a call was laid out for."""
+    """Sequences in place of those that a call was laid out for. held: what their addresses point to."""
 
-    numbers: ctypes.Array
+    numbers: array
     tasks: int
     splits: int
+    held: object = None
 
 
 def launches_of(
@@ -72,12 +72,13 @@ def launches_of(
 
 
 def apart(problem: Problem, found: list[Piece]) -> tuple[list[Piece], list[Piece]]:
-    """The sequences for `decode_kernel` and those for `forward_kernel`."""
+    """The sequences for `decode_kernel` and those for `forward_kernel`; those of a cache by their rows alone, since
+    their keys grow."""
     few: list[Piece] = []
     many: list[Piece] = []
-    most = launch.decode_rows(problem)
+    most, least = launch.decode_rows(problem), 0 if problem.options.pages else launch.DECODE_BLOCK
     for piece in found:
-        (few if piece.rows <= most and piece.keys >= launch.DECODE_BLOCK else many).append(piece)
+        (few if piece.rows <= most and piece.keys >= least else many).append(piece)
     return few, many
 
 
@@ -121,8 +122,8 @@ class Forward:
             self._forward = launch.kernel(isa, "forward", dtype, launch.in_pages(found))
         self._combine = functools.partial(launch.kernel, isa, "combine", dtype)
         self._heads = s.num_heads_q
-        work = s.batch * s.num_heads_q * s.seqlen_q * s.seqlen_k * (s.head_dim + s.head_dim_v)
-        self._most_threads = 1 if work < ALONE else self._tasks
+        work = launch.work_of(problem)
+        self._most_threads = 1 if work < launch.ALONE else self._tasks
         self._keeps_scratch = work <= KEPT
         self._each = -(-launch.scratch_bytes(problem) // 64) * 64
         block.set(P.scratch_bytes, self._each)
@@ -147,7 +148,7 @@ class Forward:
 
         Returns: False if a number of the result is not finite: then what stood at hidden keys may have entered.
         """
-        tasks, splits = (self._tasks, self._splits) if segments is None else segments[1:]
+        tasks, splits = (self._tasks, self._splits) if segments is None else segments[1:3]
         if tasks == 0:
             return True
         q, k, v = map(launch.readable, qkv) if self._copied else qkv
@@ -167,7 +168,7 @@ class Forward:
         for at, leaf in zip(self._leaf_at, extra, strict=False):
             block.spec[at] = leaf.data_ptr()  # type: ignore[index]
         if segments is not None:
-            values[P.segments] = ctypes.addressof(segments.numbers)
+            values[P.segments] = segments.numbers.buffer_info()[0]
             values[P.num_segments] = len(segments.numbers) // SEGMENT.size
         held = None
         if self._with_sink:
