@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from tilewise.api import attention
+from tilewise.compat.transformers_cache import Held, held_by, paged_cache
 from tilewise.compat.transformers_masks import BUILDERS, MaskPlan, make_mask_function, named_builder
 from tilewise.compat.transformers_t5 import NAMES, PositionTable, use_position_tables
 from tilewise.errors import OptionError, ShapeError, UnsupportedProblem, message
+from tilewise.serving import attention_with_cache
 from tilewise.spec.masks import Mask, causal, dense, document, key_padding, window
 from tilewise.spec.scores import ScoreTerm, bias
 from tilewise.spec.scores import softcap as softcap_term
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["attention_function", "register", "unregister", "use_position_tables"]
+__all__ = ["attention_function", "paged_cache", "register", "unregister", "use_position_tables"]
 
 # Arguments whose effect would be lost: (name, remedy).
 _REFUSED = (
@@ -111,6 +113,9 @@ def attention_function(backend: str = "auto") -> Callable[..., tuple[Tensor, Non
                 raise UnsupportedProblem(
                     f"transformers passed {refused}, which this attention has not\n{remedy}"
                 )
+        held = held_by(key)
+        if held is not None:
+            return _cached(module, (query, key, value), attention_mask, options, held, backend), None
         query, key, value = _one_batch(query, key, value)
         mask, terms, q_offset, k_offset = _visibility(module, attention_mask, options, (query, key))
         cap = options.get("softcap")
@@ -128,6 +133,44 @@ def attention_function(backend: str = "auto") -> Callable[..., tuple[Tensor, Non
         return out.transpose(1, 2).contiguous(), None
 
     return tilewise_attention
+
+
+def _cached(
+    module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], given: Any, options: dict[str, Any], held: Held, backend: str
+) -> Tensor:  # fmt: skip
+    """A layer's call over a paged cache: out (B, N_q, H, D_v), contiguous."""
+    query, key, value = qkv
+    q_offset = None
+    if isinstance(given, MaskPlan):
+        if given.seqlen_k != held.length:
+            rule = f"the mask was made for {given.seqlen_k} keys and the layer has {held.length}"
+            raise ShapeError(message(rule, {"query": query, "key": key}))
+        mask, k_offset = given.mask, given.k_offset
+        # The last query at the last key is where a cache has it by itself.
+        q_offset = None if isinstance(given.q_offset, int) else given.q_offset
+        if isinstance(given.q_offset, int) and given.q_offset - k_offset != held.length - query.shape[2]:
+            q_offset = given.q_offset
+    elif given is None:
+        causally = options.get("is_causal")
+        causally = getattr(module, "is_causal", True) if causally is None else causally
+        mask, k_offset = (causal() if causally else Mask()), 0
+    else:
+        raise UnsupportedProblem(
+            f"a paged cache takes masks of Tilewise's own mask function, not a {type(given).__name__}\n"
+            "Give the padding mask (B, N) as attention_mask, or none."
+        )
+    if options.get("position_bias") is not None:
+        raise UnsupportedProblem(
+            "a paged cache has no position_bias\nLet transformers make the model's cache."
+        )
+    cap = options.get("softcap")
+    out = attention_with_cache(
+        query, held.layer, key, value, sequences=held.sequences, mask=mask,
+        scores=() if cap is None else softcap_term(cap), sink=options.get("s_aux"),
+        dropout=options.get("dropout") or 0.0, scale=options.get("scaling"), q_offset=q_offset, k_offset=k_offset,
+        backend=backend,
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous()
 
 
 def _one_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
