@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 POINTERS = {
     torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.float16: "*fp16",
     torch.bool: "*i1", torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32",
-    torch.int64: "*i64",
+    torch.int64: "*i64", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 
 

@@ -1,0 +1,386 @@
+"""The decode kernel: rows of queries against the keys of a cache, at the speed at which the keys are read.
+
+Grid: x = units: row tiles * KV heads * batch entries (packed: row tiles of all sequences), y = splits. One program
+owns one split of the keys of one sequence and KV head, for a tile of rows: query rows times the query heads of the
+group, so that few rows read every byte of k and v once. Loop order: key tiles from first to last, as in the forward
+kernel; a sequence divides its own keys evenly over the splits, and a split without keys exits at once. The last
+program of a unit that finishes merges the splits, in their order (MERGE "here"), or a launch after it ("later").
+State in registers: acc (BLOCK_M, DV), m and l (BLOCK_M), of each warp where WARPS > 1: then each warp owns keys of
+its own, and waits for no other. Shared memory: num_stages of k and v.
+
+Source: Dao et al., Flash-Decoding, 2023; the merge is the monoid of `tilewise.state`.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.triton.absorb_kernel import absorb, ask_ahead, join_warps, nothing_seen
+from tilewise.backends.triton.forward_kernel import (
+    CARE_N,
+    CHUNK,
+    NOTES,
+    absorb_sink,
+    find_sequence,
+    position_offset,
+    sequence_length,
+)
+from tilewise.backends.triton.pages import table_row
+from tilewise.backends.triton.words import LN2, LOG2E
+
+LINES = tl.constexpr(32)
+"""Splits whose maxima are read at once."""
+
+
+@triton.jit
+def clamped_length(ptr, b, most):
+    """Entry b of a tensor of lengths, never negative nor beyond `most`; `most` where there is no tensor."""
+    found = most
+    if ptr is not None:
+        found = tl.minimum(tl.maximum(tl.load(ptr + b).to(tl.int32), 0), most)
+    return found
+
+
+@triton.jit
+def place_of_unit(unit, heads, group, batch, seqlen_q, row_tiles, cu_q_ptr, used_q_ptr, VARLEN: tl.constexpr,
+                  TILE: tl.constexpr, SINGLE: tl.constexpr):  # fmt: skip
+    """(sequence, KV head, row tile, first row in the tensors, rows) of a unit; of a head the last tiles come first,
+    which are the longest under a causal mask. TILE: query rows times heads of a tile. SINGLE: there is one tile."""
+    if SINGLE:
+        tile = 0
+        b = unit // heads
+        g = unit - b * heads
+    else:
+        tile = row_tiles - 1 - unit % row_tiles
+        b, g = unit // row_tiles // heads, unit // row_tiles % heads
+    if VARLEN:
+        b, tile = find_sequence(cu_q_ptr, tile, batch, seqlen_q, TILE // group)
+        row0, n_q = sequence_length(cu_q_ptr, used_q_ptr, b, seqlen_q)
+    else:
+        row0, n_q = 0, clamped_length(used_q_ptr, b, seqlen_q)
+    return b, g, tile, row0, n_q
+
+
+@triton.jit
+def share_of(used_k_ptr, leftpad_ptr, b, seqlen_k, splits, split_tiles, BLOCK_N: tl.constexpr):
+    """(keys, hidden keys before them, first tile, tiles of a split, splits that have some) of a sequence."""
+    n_k = clamped_length(used_k_ptr, b, seqlen_k)
+    pad = clamped_length(leftpad_ptr, b, n_k) if leftpad_ptr is not None else 0
+    first = pad // BLOCK_N
+    tiles = tl.maximum(tl.cdiv(n_k, BLOCK_N) - first, 0)
+    each = tl.where(split_tiles > 0, split_tiles, tl.maximum(tl.cdiv(tiles, splits), 1))
+    return n_k, pad, first, each, tl.maximum(tl.cdiv(tiles, each), 1)
+
+
+@triton.jit
+def decode_part(
+    unit, split, part, here, share,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, count_ptr, flag_ptr, sink_ptr, q_offset_ptr,
+    k_offset_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+    q_b, q_h, q_n, q_d, k_p, k_h, k_n, v_p, v_h, v_n, o_b, o_h, o_n, o_d, l_b, l_h, table_b, ks_p, ks_h, vs_p, vs_h,
+    batch, units, heads, group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles, pages, page_size, page_shift,
+    q_offset, k_offset, size_d, size_dv, scale,
+    data, score, keep, classify, classify_coarse,
+    HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, LAST: tl.constexpr, VARLEN: tl.constexpr,
+    PAGING: tl.constexpr, SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
+    STEP_Q: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EVICT: tl.constexpr, MERGE: tl.constexpr,
+    MERGED: tl.constexpr, AHEAD: tl.constexpr, WARPS: tl.constexpr, SINGLE: tl.constexpr, CARE: tl.constexpr,
+    RATIO: tl.constexpr,
+):  # fmt: skip
+    """One split of a unit, if it has keys: its part of the result, or all of it where it is the only one.
+
+    CARE, where pairs can be hidden: "inline" does a tile with something not finite again at once, "flag" notes it,
+    "again" does a part of a noted tile, BLOCK_M of its RATIO * BLOCK_M rows.
+    """
+    b, g, tile, row0, n_q = here
+    n_k, pad, first_tile, each, live = share
+    q_offset = position_offset(q_offset, q_offset_ptr, b, n_k - pad - n_q, LAST)
+    k_offset = position_offset(k_offset, k_offset_ptr, b, 0, False) - pad
+    tile = tile * RATIO + part
+    r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row, h_rows = r // group, g * group + r % group
+    i0, i1 = tile * BLOCK_M // group, tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group, n_q - 1)
+    h0, h1 = g * group, g * group + group - 1
+    if WARPS > 1:
+        i, h = row[None, :, None], h_rows[None, :, None]
+    else:
+        i, h = row[:, None], h_rows[:, None]
+
+    # ---- where its keys are, and its queries ----
+    sequence = 0 if VARLEN else b
+    table_at, page0 = table_row(table_ptr, table_b, b, lse_ptr)
+    if PAGING == "whole":
+        n_k = tl.where((page0 >= 0) & (page0 < pages), n_k, 0)
+    pool = (table_at, page0, page_size, page_shift, pages)
+    k_base = k_ptr + tl.cast(g, tl.int64) * k_h * STEP
+    v_base = v_ptr + tl.cast(g, tl.int64) * v_h * STEP
+    begin = first_tile + split * each
+    end = tl.where(i0 < n_q, tl.minimum(begin + each, tl.cdiv(n_k, BLOCK_N)), begin)
+    if AHEAD and PAGING == "whole":
+        # The first keys are on their way while the queries come.
+        at_page = tl.cast(page0, tl.int64)
+        ask_ahead(k_base + at_page * k_p * STEP, k_n * STEP, begin * BLOCK_N, n_k, AHEAD * BLOCK_N)
+        ask_ahead(v_base + at_page * v_p * STEP, v_n * STEP, begin * BLOCK_N, n_k, AHEAD * BLOCK_N)
+    d = tl.arange(0, D_PAD)
+    q_rows = tl.cast(sequence, tl.int64) * q_b + (row0 + row).to(tl.int64) * q_n + h_rows.to(tl.int64) * q_h
+    q_columns = d if UNIT else d.to(tl.int64) * q_d * STEP_Q
+    q_inside = (row < n_q)[:, None] & (d // STEP_Q < size_d // STEP_Q)[None, :]
+    q = tl.load(q_ptr + q_rows[:, None] * STEP_Q + q_columns[None, :], mask=q_inside, other=0.0)
+    if WARPS > 1:
+        q = tl.broadcast_to(q[None, :, :], (WARPS, BLOCK_M, D_PAD))
+
+    # ---- its key tiles ----
+    REDO_N: tl.constexpr = BLOCK_N if WARPS > 1 else CARE_N
+    acc, m, l = nothing_seen(BLOCK_M, DV_PAD, WARPS)  # noqa: E741
+    tensors = (k_base, v_base, k_p, k_n, v_p, v_n, size_d, size_dv, n_k, pad)
+    scaling = (scale, k_scale_ptr, v_scale_ptr, ks_p, ks_h, vs_p, vs_h)
+    rows = (i, i + q_offset, i0, i1, q_offset, k_offset, b, h, h0, h1, g)
+    if CARE == "again":
+        first, last = begin * BLOCK_N // REDO_N, tl.cdiv(tl.minimum(end * BLOCK_N, n_k), REDO_N)
+        acc, m, l = absorb(  # noqa: E741
+            acc, m, l, q, first, last, tensors, pool, scaling, rows, data, score, keep, classify, HAS_MASK, True,
+            HAS_TERMS, FUSED, PAGING, SCALES, REDO_N, WARPS, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, "",
+            PRECISION)  # fmt: skip
+    elif HAS_MASK:
+        chunk = begin
+        while chunk < end:
+            stop = tl.minimum(chunk + CHUNK, end)
+            last_column = tl.minimum(stop * BLOCK_N, n_k) - 1
+            dead = (
+                classify_coarse(i0, i1, chunk * BLOCK_N, last_column, q_offset, k_offset, b, h0, h1, g, data)
+                == 0
+            )
+            at = tl.where(dead, stop, chunk)
+            t = chunk + tl.arange(0, CHUNK)
+            high = tl.minimum(t * BLOCK_N + BLOCK_N, n_k) - 1
+            kind = classify(
+                i0, i1, t * BLOCK_N, high, q_offset, k_offset, b, h0, h1, g, data
+            ) + tl.zeros_like(t)
+            kind = tl.where(t < stop, kind, 0)
+            while at < stop:
+                first = tl.min(tl.where((t >= at) & (kind != 0), t, stop), 0)
+                middle = tl.min(tl.where((t >= first) & (kind != 2), t, stop), 0)
+                at = tl.min(tl.where((t >= middle) & (kind != 1), t, stop), 0)
+                acc, m, l = absorb(  # noqa: E741
+                    acc, m, l, q, first, middle, tensors, pool, scaling, rows, data, score, keep, classify, False,
+                    False, HAS_TERMS, FUSED, PAGING, SCALES, BLOCK_N, WARPS, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, EVICT,
+                    PRECISION)  # fmt: skip
+                acc, m, l = absorb(  # noqa: E741
+                    acc, m, l, q, middle, at, tensors, pool, scaling, rows, data, score, keep, classify, True,
+                    False, HAS_TERMS, FUSED, PAGING, SCALES, BLOCK_N, WARPS, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, EVICT,
+                    PRECISION)  # fmt: skip
+            chunk = stop
+    else:
+        acc, m, l = absorb(  # noqa: E741
+            acc, m, l, q, begin, end, tensors, pool, scaling, rows, data, score, keep, classify, False, False,
+            HAS_TERMS, FUSED, PAGING, SCALES, BLOCK_N, WARPS, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, EVICT,
+            PRECISION)  # fmt: skip
+    # A weight of 0 times a hidden NaN is NaN. It is rare, and then the tile of rows is done again with care.
+    if CARE == "flag":
+        tl.store(flag_ptr + split * units + unit, tl.max(((acc - acc) != 0).to(tl.int32)))
+    elif CARE == "inline":
+        if tl.max(((acc - acc) != 0).to(tl.int32)) > 0:
+            first, last = begin * BLOCK_N // REDO_N, tl.cdiv(tl.minimum(end * BLOCK_N, n_k), REDO_N)
+            acc, m, l = nothing_seen(BLOCK_M, DV_PAD, WARPS)  # noqa: E741
+            acc, m, l = absorb(  # noqa: E741
+                acc, m, l, q, first, last, tensors, pool, scaling, rows, data, score, keep, classify, HAS_MASK, True,
+                HAS_TERMS, FUSED, PAGING, SCALES, REDO_N, WARPS, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, "",
+                PRECISION)  # fmt: skip
+
+    # ---- finish: m in units of which weights are powers of two ----
+    m = m * (scale * LOG2E) if FUSED else m * LOG2E
+    if WARPS > 1:
+        acc, m, l = join_warps(acc, m, l)  # noqa: E741
+    if SCALES == "head":
+        acc = acc * tl.load(v_scale_ptr + g * vs_h)
+    results = (
+        out_ptr, lse_ptr, sink_ptr, o_b, o_h, o_n, o_d, l_b, l_h, sequence, row0, n_q, seqlen_q, size_dv,
+    )  # fmt: skip
+    if live == 1:
+        write_rows(acc, m, l, row, h_rows, results, VARLEN, DV_PAD, STEP_Q, UNIT)
+    else:
+        own = part * BLOCK_M + tl.arange(0, BLOCK_M)
+        line = (tl.cast(split, tl.int64) * units + unit) * ROWS + own
+        dv = tl.arange(0, DV_PAD)
+        tl.store(part_ptr + line[:, None] * DV_PAD + dv[None, :], acc, mask=(own < ROWS)[:, None])
+        tl.store(part_lse_ptr + 2 * line, m, mask=own < ROWS)
+        tl.store(part_lse_ptr + 2 * line + 1, l, mask=own < ROWS)
+        if MERGE == "here":
+            # All threads' stores come before the count, and the count before the loads of the one that merges.
+            tl.debug_barrier()
+            before = tl.atomic_add(count_ptr + unit, 1, sem="acq_rel", scope="gpu")
+            if before == live - 1:
+                tl.store(count_ptr + unit, 0)
+                lines = tl.arange(0, ROWS)
+                whole, whole_m, whole_l = merge_parts(
+                    part_ptr, part_lse_ptr, unit, units, live, lines, ROWS, ROWS, DV_PAD, MERGED
+                )
+                lines = tile * BLOCK_M + lines
+                write_rows(
+                    whole, whole_m, whole_l, lines // group, g * group + lines % group, results, VARLEN, DV_PAD,
+                    STEP_Q, UNIT,
+                )  # fmt: skip
+
+
+@triton.jit
+def merge_parts(part_ptr, part_lse_ptr, unit, units, live, r, ROWS: tl.constexpr, COUNT: tl.constexpr,
+                DV_PAD: tl.constexpr, MERGED: tl.constexpr):  # fmt: skip
+    """(acc, m, l) of COUNT rows r of a unit from `live` splits,
+    added one by one; MERGED of them are loaded at once."""
+    top = tl.full([COUNT], -float("inf"), tl.float32)
+    for start in range(0, live, LINES):
+        split = start + tl.arange(0, LINES)
+        line = (split.to(tl.int64) * units + unit)[:, None] * ROWS + r[None, :]
+        part_m = tl.load(
+            part_lse_ptr + 2 * line, mask=(split < live)[:, None] & (r >= 0)[None, :], other=-float("inf"),
+            cache_modifier=".cg",
+        )  # fmt: skip
+        top = tl.maximum(top, tl.max(part_m, 0))
+    pivot = tl.where(top == -float("inf"), 0.0, top)
+    l = tl.zeros([COUNT], tl.float32)  # noqa: E741
+    acc = tl.zeros([COUNT, DV_PAD], tl.float32)
+    d = tl.arange(0, DV_PAD)
+    for start in range(0, live, MERGED):
+        for ahead in tl.static_range(MERGED):
+            split = start + ahead
+            line = (tl.cast(split, tl.int64) * units + unit) * ROWS + r
+            there = (r >= 0) & (split < live)
+            part_m = tl.load(part_lse_ptr + 2 * line, mask=there, other=-float("inf"), cache_modifier=".cg")
+            part_l = tl.load(part_lse_ptr + 2 * line + 1, mask=there, other=0.0, cache_modifier=".cg")
+            part = tl.load(
+                part_ptr + line[:, None] * DV_PAD + d[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg"
+            )  # fmt: skip
+            weight = tl.exp2(part_m - pivot)
+            l += part_l * weight  # noqa: E741
+            acc += part * weight[:, None]
+    return acc, top, l
+
+
+@triton.jit
+def write_rows(
+    acc, m, l, row, h_rows, results,  # noqa: E741
+    VARLEN: tl.constexpr, DV_PAD: tl.constexpr, STEP_Q: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """out and lse of rows whose state is (acc, m, l), m in powers of two; the sink enters here, once. Rows from n_q
+    on are not used: 0 and -inf (packed rows are set so before)."""
+    out_ptr, lse_ptr, sink_ptr, o_b, o_h, o_n, o_d, l_b, l_h, sequence, row0, n_q, seqlen_q, size_dv = results
+    alive = row < n_q if VARLEN else row < seqlen_q
+    if sink_ptr is not None:
+        logit = tl.load(sink_ptr + h_rows, mask=alive, other=0.0).to(tl.float32)
+        m, l, alpha = absorb_sink(m, l, logit * LOG2E, 1.0)  # noqa: E741
+        acc = acc * alpha[:, None]
+    empty = (l == 0) | (row >= n_q)
+    inverse = tl.div_rn(1.0 + tl.zeros_like(l), tl.where(empty, 1.0, l))
+    out = tl.where(empty[:, None], 0.0, acc * inverse[:, None])
+    lse = tl.where(empty, -float("inf"), (m + tl.log2(l)) * LN2)
+    line = tl.cast(sequence, tl.int64) * l_b + h_rows.to(tl.int64) * l_h + row0 + row
+    tl.store(lse_ptr + line, lse, mask=alive)
+    d = tl.arange(0, DV_PAD)
+    at = tl.cast(sequence, tl.int64) * o_b + h_rows.to(tl.int64) * o_h + (row0 + row).to(tl.int64) * o_n
+    columns = d if UNIT else d.to(tl.int64) * o_d * STEP_Q
+    place = out_ptr + at[:, None] * STEP_Q + columns[None, :]
+    inside = alive[:, None] & (d // STEP_Q < size_dv // STEP_Q)[None, :]
+    tl.store(place, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def decode_program(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, count_ptr, flag_ptr, sink_ptr, q_offset_ptr,
+    k_offset_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+    q_b, q_h, q_n, q_d, k_p, k_h, k_n, v_p, v_h, v_n, o_b, o_h, o_n, o_d, l_b, l_h, table_b, ks_p, ks_h, vs_p, vs_h,
+    batch, units, heads, group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles, pages, page_size, page_shift,
+    q_offset, k_offset, size_d, size_dv, scale,
+    data, score, keep, classify, classify_coarse,
+    HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, LAST: tl.constexpr, VARLEN: tl.constexpr,
+    PAGING: tl.constexpr, SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
+    STEP_Q: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EVICT: tl.constexpr, MERGE: tl.constexpr,
+    MERGED: tl.constexpr, AHEAD: tl.constexpr, WARPS: tl.constexpr, SINGLE: tl.constexpr, CARE: tl.constexpr,
+    RATIO: tl.constexpr,
+):  # fmt: skip
+    """One program of the decode launch: see the header. Strides are in units of STEP (k, v) and STEP_Q elements."""
+    unit, split = tl.program_id(0), tl.program_id(1)
+    here = place_of_unit(
+        unit, heads, group, batch, seqlen_q, row_tiles, cu_q_ptr, used_q_ptr, VARLEN, RATIO * BLOCK_M, SINGLE
+    )
+    share = share_of(used_k_ptr, leftpad_ptr, here[0], seqlen_k, splits, split_tiles, BLOCK_N)
+    if split < share[4]:
+        decode_part(
+            unit, split, 0, here, share,
+            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, count_ptr, flag_ptr,
+            sink_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr, table_ptr,
+            k_scale_ptr,
+            v_scale_ptr, q_b, q_h, q_n, q_d, k_p, k_h, k_n, v_p, v_h, v_n, o_b, o_h, o_n, o_d, l_b, l_h, table_b, ks_p,
+            ks_h, vs_p, vs_h, batch, units, heads, group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles, pages,
+            page_size, page_shift, q_offset, k_offset, size_d, size_dv, scale, data, score, keep, classify,
+            classify_coarse, HAS_MASK, HAS_TERMS, FUSED, LAST, VARLEN, PAGING, SCALES, BLOCK_M, BLOCK_N, ROWS, D_PAD,
+            DV_PAD, EVEN, EVEN_V, STEP, STEP_Q, UNIT, PRECISION, EVICT, MERGE, MERGED, AHEAD, WARPS, SINGLE, CARE,
+            RATIO,
+        )  # fmt: skip
+    elif CARE == "flag":
+        tl.store(flag_ptr + split * units + unit, 0)
+
+
+@triton.jit
+def again_program(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, count_ptr, flag_ptr, sink_ptr, q_offset_ptr,
+    k_offset_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+    q_b, q_h, q_n, q_d, k_p, k_h, k_n, v_p, v_h, v_n, o_b, o_h, o_n, o_d, l_b, l_h, table_b, ks_p, ks_h, vs_p, vs_h,
+    batch, units, heads, group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles, pages, page_size, page_shift,
+    q_offset, k_offset, size_d, size_dv, scale,
+    data, score, keep, classify, classify_coarse,
+    HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, LAST: tl.constexpr, VARLEN: tl.constexpr,
+    PAGING: tl.constexpr, SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
+    STEP_Q: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EVICT: tl.constexpr, MERGE: tl.constexpr,
+    MERGED: tl.constexpr, AHEAD: tl.constexpr, WARPS: tl.constexpr, SINGLE: tl.constexpr, CARE: tl.constexpr,
+    RATIO: tl.constexpr,
+):  # fmt: skip
+    """One program of the launch after it: does the noted tiles among every NOTES again, in RATIO parts."""
+    total = units * splits
+    n = tl.program_id(0) * NOTES + tl.arange(0, NOTES)
+    noted = tl.load(flag_ptr + n, mask=n < total, other=0) != 0
+    at = tl.min(tl.where(noted, n, total), 0)
+    while at < total:
+        here = place_of_unit(
+            at % units, heads, group, batch, seqlen_q, row_tiles, cu_q_ptr, used_q_ptr, VARLEN, RATIO * BLOCK_M, SINGLE
+        )  # fmt: skip
+        share = share_of(used_k_ptr, leftpad_ptr, here[0], seqlen_k, splits, split_tiles, BLOCK_N)
+        for part in range(0, RATIO):
+            decode_part(
+                at % units, at // units, part, here, share,
+                q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, count_ptr, flag_ptr, sink_ptr,
+                q_offset_ptr, k_offset_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr, table_ptr, k_scale_ptr,
+                v_scale_ptr, q_b, q_h, q_n, q_d, k_p, k_h, k_n, v_p, v_h, v_n, o_b, o_h, o_n, o_d, l_b, l_h, table_b,
+                ks_p, ks_h, vs_p, vs_h, batch, units, heads, group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles,
+                pages, page_size, page_shift, q_offset, k_offset, size_d, size_dv, scale, data, score, keep, classify,
+                classify_coarse, HAS_MASK, HAS_TERMS, FUSED, LAST, VARLEN, PAGING, SCALES, BLOCK_M, BLOCK_N, ROWS,
+                D_PAD, DV_PAD, EVEN, EVEN_V, STEP, STEP_Q, UNIT, PRECISION, EVICT, MERGE, MERGED, AHEAD, WARPS,
+                SINGLE, CARE, RATIO,
+            )  # fmt: skip
+        at = tl.min(tl.where(noted & (n > at), n, total), 0)
+
+
+@triton.jit
+def merge_program(
+    out_ptr, lse_ptr, part_ptr, part_lse_ptr, sink_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr,
+    o_b, o_h, o_n, o_d, l_b, l_h,
+    batch, units, heads, group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles, size_dv,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, DV_PAD: tl.constexpr, STEP_Q: tl.constexpr,
+    UNIT: tl.constexpr, VARLEN: tl.constexpr, SINGLE: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
+    """Merges one row of a unit (MERGE "later"); where one split was all, it has written the result itself."""
+    unit, r = tl.program_id(0) // ROWS, tl.program_id(0) % ROWS
+    b, g, tile, row0, n_q = place_of_unit(
+        unit, heads, group, batch, seqlen_q, row_tiles, cu_q_ptr, used_q_ptr, VARLEN, BLOCK_M, SINGLE
+    )
+    live = share_of(used_k_ptr, leftpad_ptr, b, seqlen_k, splits, split_tiles, BLOCK_N)[4]
+    at = tile * BLOCK_M + r + tl.arange(0, 1)
+    if live > 1:
+        acc, m, l = merge_parts(  # noqa: E741
+            part_ptr, part_lse_ptr, unit, units, live, r + tl.arange(0, 1), ROWS, 1, DV_PAD, MERGED)  # fmt: skip
+        sequence = 0 if VARLEN else b
+        results = (
+            out_ptr, lse_ptr, sink_ptr, o_b, o_h, o_n, o_d, l_b, l_h, sequence, row0, n_q, seqlen_q, size_dv,
+        )  # fmt: skip
+        write_rows(acc, m, l, at // group, g * group + at % group, results, VARLEN, DV_PAD, STEP_Q, UNIT)

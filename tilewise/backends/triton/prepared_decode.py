@@ -1,0 +1,122 @@
+"""A decode call whose arguments are laid out once, for calls of a kind that was made before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tilewise.backends.triton.compile import Launcher
+from tilewise.backends.triton.counters import counters
+from tilewise.backends.triton.direct import Direct
+from tilewise.backends.triton.launch import precision_of
+from tilewise.backends.triton.launch_decode import (
+    AT,
+    DECODE,
+    Recipe,
+    forward,
+    make_recipe,
+    room_size,
+    split_at,
+)
+from tilewise.backends.triton.layout import describe
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from tilewise.problem import Inputs, Problem
+
+POINTERS = {
+    "sink": "sink_ptr", "seqused_q": "used_q_ptr", "seqused_k": "used_k_ptr", "block_table": "table_ptr",
+    "leftpad_k": "leftpad_ptr", "k_scale": "k_scale_ptr", "v_scale": "v_scale_ptr",
+}  # fmt: skip
+
+
+def prepare(problem: Problem, inputs: Inputs) -> PreparedDecode | None:
+    """A function for decode calls that differ from this one in the tensors' contents and addresses only.
+
+    None where such a call has more to do than one launch of the decode kernel.
+    """
+    if not problem.shape.seqlen_k or not all(t.numel() for t in (inputs.q, inputs.k, inputs.v)):
+        return None
+    slots = describe(problem.spec, inputs.leaves)
+    if slots is None or slots.tables or not set(problem.tensor_names) <= set(POINTERS):
+        return None
+    if problem.options.k_scale != problem.options.v_scale or problem.options.layout != "dense":
+        return None
+    recipe = make_recipe(problem, inputs, slots)
+    if recipe.again is not None or recipe.merge is not None:
+        return None
+    if not isinstance(recipe.run, Launcher):
+        return None
+    try:
+        return PreparedDecode(recipe, inputs)
+    except ValueError:
+        return None
+
+
+class PreparedDecode:
+    """One launch of the decode kernel whose arguments are laid out."""
+
+    def __init__(self, recipe: Recipe, inputs: Inputs) -> None:
+        problem = recipe.problem
+        self.direct = Direct(recipe.run, recipe.types, recipe.values)
+        self.recipe, self.splits = recipe, recipe.plan.splits
+        self.out_shape, self.out_strides = problem.out_shape, recipe.out_strides
+        self.lse_shape, self.out_dtype = problem.lse_shape, problem.out_dtype
+        self.device, self.index = inputs.q.device, inputs.q.get_device()
+        self.precision = precision_of(problem.dtype) if problem.dtype == torch.float32 else None
+        self.room, self.split_at = room_size(recipe), 4 * split_at(recipe)
+        slots = self.direct.slots
+        self.part, self.part_lse, self.count = (
+            slots[AT[name]] for name in ("part_ptr", "part_lse_ptr", "count_ptr")
+        )
+        self.extra = [slots[len(DECODE.arguments) + at] for at in recipe.slots.leaf_at]
+        self.extra += [slots[AT[POINTERS[name]]] for name in problem.tensor_names]
+        self.aligned_leaves = [layout.step > 1 for layout in recipe.slots.leaves]
+        nothing = inputs.q.new_empty(0)
+        self.others = replace(inputs, q=nothing, k=nothing, v=nothing, leaves=())
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor], want_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(out, lse); see `protocol.Prepared`. extra: the leaves, then the problem's tensors in their order."""
+        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr())
+        fits = not (self.recipe.aligned and (addresses[0] | addresses[1] | addresses[2]) & 15)
+        if extra:
+            fits = fits and all([t.is_contiguous() for t in extra[len(self.aligned_leaves) :]])
+            for aligned, t in zip(self.aligned_leaves, extra, strict=False):
+                fits = fits and not (aligned and t.data_ptr() & 15)
+        if self.precision is not None:
+            fits = fits and self.precision == precision_of(torch.float32)
+        if not fits or torch._C._cuda_getDevice() != self.index:
+            return self._elsewhere(q, k, v, extra)
+        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=self.out_dtype, device=self.device)
+        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
+        block = self.direct.block()
+        words = block.words
+        words[0], words[1], words[2] = addresses
+        words[3], words[4] = out.data_ptr(), lse.data_ptr()
+        if self.room:
+            part = torch.empty(self.room, dtype=torch.float32, device=self.device)
+            words[self.part] = part.data_ptr()
+            words[self.part_lse] = part.data_ptr() + self.split_at
+            words[self.count] = counters(self.device, self.recipe.units).data_ptr()
+        for at, t in zip(self.extra, extra, strict=True):
+            words[at] = t.data_ptr()
+        self.direct(self.recipe.units, block, self.splits)
+        self.direct.free.append(block)
+        return out, lse
+
+    def _elsewhere(
+        self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same call when it is aligned otherwise, or another device is current."""
+        problem = self.recipe.problem
+        count = len(problem.spec.leaves)
+        named: dict[str, Any] = dict(zip(problem.tensor_names, extra[count:], strict=True))
+        inputs = replace(self.others, q=q, k=k, v=v, leaves=tuple(extra[:count]), **named)
+        return forward(problem, inputs)  # type: ignore[return-value]
