@@ -174,6 +174,31 @@ def test_bits_do_not_depend_on_threads() -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("heads", [(1, 1, 64), (1, 1, 101), (2, 1, 30)])
+@pytest.mark.parametrize("kind", ["plain", "causal", "table"])
+def test_a_block_of_rows_shared_by_threads_has_the_same_bits(heads: tuple[int, int, int], kind: str) -> None:
+    """One block, cut where it would leave threads idle; with tables of classes that the host makes, too."""
+    h, hkv, n = heads
+    q, k, v = draw(1, h, hkv, n, 300, 40, 24)
+    gate = torch.arange(400) % 7
+    mask = {
+        "plain": None,
+        "causal": tw.causal(),
+        "table": tw.custom(lambda q, k, t: t[(q * 3 + k) % 400] != 2, gate),
+    }
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 8):
+            torch.set_num_threads(threads)
+            found.append(tw.attention(q, k, v, mask=mask[kind], backend="cpu", return_lse=True))
+    finally:
+        torch.set_num_threads(before)
+    want = tw.attention(*(t.double() for t in (q, k, v)), mask=mask[kind], backend="naive", return_lse=True)
+    for tensors in zip(*found, want, strict=True):
+        assert all(torch.equal(tensors[0], t) for t in tensors[1:-1])
+        torch.testing.assert_close(tensors[0].double(), tensors[-1], atol=3e-6, rtol=3e-6)
+
+
 def test_batch_invariant_bits() -> None:
     q, k, v = draw(3, 2, 2, 1, 1500, 32, 32)
     together = tw.attention(q, k, v, backend="cpu", batch_invariant=True)

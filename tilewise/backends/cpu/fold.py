@@ -174,7 +174,7 @@ def print_fold(
             shared = tile.key(outer, b.add(first, key))
             row = b.add(s, b.add(b.mul(key, I64(ROW)), at))
             for v in range(tile.vectors):
-                printer = tile.pair(rows[v], shared, w.load(row, v * step), staged, v)
+                printer = tile.pair(rows[v], shared, w.opaque(w.load(row, v * step)), staged, v)
                 value = printer.vector(score)
                 if len(roots) > 1:
                     value = b.select(printer.vector(roots[1]), value, w.k(float("-inf")))

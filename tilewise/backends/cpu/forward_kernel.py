@@ -207,7 +207,7 @@ def build_forward(isa: Isa, dtype: str, paged: bool = False) -> Any:
         if on_pairs:
             configure(0)
         w = load_i64(a, P.scratch) + take(a + P.thread * 8) * load_i64(a, P.scratch_bytes)
-        group, packed = load_i64(a, P.group), load_i64(a, P.packed)
+        group, packed, most = load_i64(a, P.group), load_i64(a, P.packed), load_i64(a, P.block_rows)
         while True:
             task = take(a + P.task * 8)
             if task >= load_i64(a, P.num_tasks):
@@ -219,13 +219,13 @@ def build_forward(isa: Isa, dtype: str, paged: bool = False) -> Any:
                 load_i64(seg, SEGMENT.chunk),
             )
             total = load_i64(seg, SEGMENT.rows) * (group if packed else 1)
-            blocks = (total + BLOCK_ROWS - 1) // BLOCK_ROWS
+            blocks = (total + most - 1) // most
             local = task - load_i64(seg, SEGMENT.first_task)
             split = local % splits
             # The last rows first: under a causal mask they are the longest.
-            first = (blocks - 1 - local // splits % blocks) * BLOCK_ROWS
+            first = (blocks - 1 - local // splits % blocks) * most
             unit = local // splits // blocks
-            count = min(BLOCK_ROWS, total - first)
+            count = min(most, total - first)
             strips = (count + STRIP - 1) // STRIP
             rows = set_lanes(a, w, seg, unit, first, strips * STRIP)
             attend(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewise.backends.cpu import fold, machine_code, pair_launch, pool
-from tilewise.backends.cpu.isa import BLOCK_ROWS, LINE, Isa, detect, uses_pairs
+from tilewise.backends.cpu.isa import BLOCK_ROWS, LINE, STRIP, Isa, detect, uses_pairs
 from tilewise.backends.cpu.parameters import DECODE_BLOCK, LANES, SEGMENT, P
 from tilewise.backends.cpu.pieces import Piece
 from tilewise.backends.cpu.print_interval import needs_table
@@ -36,6 +36,9 @@ overflow a set of the first-level cache."""
 FEWEST_TASKS = 16
 SHORTEST_SPLIT = 512
 """A call with fewer than FEWEST_TASKS blocks of rows splits the keys, no finer than SHORTEST_SPLIT."""
+ALONE = 200_000
+"""Multiply-adds of a call below which waking other threads takes longer than it saves (measured: at 130 000 one thread
+and two take equally long)."""
 DECODE_ROWS = 16
 """Rows of a KV head, over its group, up to which `decode_kernel` takes a sequence: beyond, lanes over rows are full."""
 DECODE_TASKS = 64
@@ -252,6 +255,10 @@ def lay_out(
     packed = packs_rows(problem, decode)
     tables = class_tables(block, problem, inputs, found)
     numbers, tasks, most, groups = segments_of(problem, found, tables, decode)
+    rows = BLOCK_ROWS if decode else rows_of_task(problem, found, tasks)
+    if rows < BLOCK_ROWS:
+        numbers, tasks, most, groups = segments_of(problem, found, tables, decode, rows)
+    block.set(P.block_rows, rows)
     block.table(P.segments, numbers)
     block.set(P.num_segments, len(numbers) // SEGMENT.size)
     block.set(P.packed, int(packed))
@@ -274,8 +281,31 @@ def in_pages(found: list[Piece]) -> bool:
     return any(piece.pages for piece in found)
 
 
+def work_of(problem: Problem) -> int:
+    """Multiply-adds of a call, hidden pairs included."""
+    s = problem.shape
+    return s.batch * s.num_heads_q * s.seqlen_q * s.seqlen_k * (s.head_dim + s.head_dim_v)
+
+
+def rows_of_task(problem: Problem, found: list[Piece], tasks: int) -> int:
+    """Rows of a task: a block, or whole strips of it where threads would be idle. Rows do not meet, so that bits do
+    not depend on it. Products of pairs take whole blocks."""
+    rows, longest = BLOCK_ROWS, max((piece.rows for piece in found), default=0)
+    if packs(problem):
+        longest *= problem.group
+    if uses_pairs(detect(), NAMES[problem.dtype]) or work_of(problem) < ALONE:
+        return rows
+    while tasks < pool.num_threads() and rows > STRIP and longest > rows // 2:
+        rows, tasks = rows // 2, tasks * 2
+    return rows
+
+
 def segments_of(
-    problem: Problem, found: list[Piece], tables: list[tuple[int, int]], decode: bool
+    problem: Problem,
+    found: list[Piece],
+    tables: list[tuple[int, int]],
+    decode: bool,
+    block_rows: int = BLOCK_ROWS,
 ) -> tuple[list[int], int, int, int]:
     """(numbers of the segments, tasks, largest number of splits, groups of keys that are turned)."""
     packed = packs_rows(problem, decode)
@@ -285,7 +315,7 @@ def segments_of(
     for piece, table in zip(found, tables, strict=True):
         splits, chunk = splits_of(problem, piece, decode)
         rows = piece.rows * (problem.group if packed else 1)
-        count = units * -(-rows // BLOCK_ROWS) * splits
+        count = units * -(-rows // block_rows) * splits
         if count == 0:
             continue
         numbers += [*piece[:8], tasks, splits, chunk, *table, 0, groups, *piece[8:]]

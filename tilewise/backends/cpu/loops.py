@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from numba import njit, types
 
 from tilewise.backends.cpu.dropout import drop_strip
-from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP
+from tilewise.backends.cpu.isa import STRIP
 from tilewise.backends.cpu.micro import (
     ROW,
     Micro,
@@ -193,7 +193,7 @@ def build_loops(isa: Isa, micro: Micro) -> Loops:
             store_i32(w + LANES.q, x, i32(i + offset))
             store_i32(w + LANES.h, x, i32(h))
             store_i64(w + LANES.row_address, x, base + h * q_h + i * q_n)
-        last = min(first + BLOCK_ROWS, total) - 1
+        last = min(first + lanes_used, total) - 1
         n = w + LANES.numbers
         store_i32(n, NUMBER.b, i32(load_i64(seg, SEGMENT.b)))
         store_i32(n, NUMBER.g, i32(unit if packed else unit // group))

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 GROUP = 16
 """Keys turned at once."""
+AHEAD = 96
+"""Keys ahead whose memory is asked for: the block of keys that comes next, so that it is in the second-level cache."""
 _WIDENED = {"f32": "fp32", "bf16": "bf16", "f16": "fp16"}
 
 
@@ -87,6 +89,8 @@ class Stage:
     def _turn(self, offset: ir.Value) -> None:
         b, w = self.b, self.w
         starts = [b.add(w.load(self.addresses, 8 * lane, I64), offset) for lane in range(STRIP)]
+        for start in starts:
+            w.prefetch(start, AHEAD * SIZES[self.element])
         if self.type == I8:
             bytes_ = ir.VectorType(I8, GROUP)
             for key, row in enumerate(self._interleave([w.load(start, 0, bytes_) for start in starts])):
