@@ -7,6 +7,7 @@ operations; results are held to 2x its error forward and 3x for gradients, plus 
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -131,17 +132,24 @@ def make_qkv(
     return {name: torch.randn(batch, *shape).to(dtype) for name, shape in shapes.items()}
 
 
+GRIDS = os.environ.get("TILEWISE_GRIDS", "1")
+"""How much of each grid runs: a factor of its sample (`1`, `10`), or `all` of its points, hours for the largest."""
+
+
 def thin(count: int, seed: int = 0, **axes: Iterable[Any]) -> list[dict[str, Any]]:
-    """`count` points of the grid, seeded, every value of every axis among them."""
+    """`count` points of the grid, seeded, every value of every axis among them; TILEWISE_GRIDS asks for more."""
     names = list(axes)
     values = [list(axis) for axis in axes.values()]
     draw = random.Random(seed)
+    if GRIDS == "all":
+        return [dict(zip(names, row, strict=True)) for row in itertools.product(*values)]
+    count *= int(GRIDS)
     chosen = []
     columns = []
     for axis in values:
         column = list(itertools.islice(itertools.cycle(axis), max(count, len(axis))))
         draw.shuffle(column)
-        columns.append(column[:count] if count >= len(axis) else column)
+        columns.append(column[:count])
     for row in zip(*columns, strict=True):
         chosen.append(dict(zip(names, row, strict=True)))
     return chosen

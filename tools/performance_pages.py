@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+import device_tables  # noqa: E402  # beside this file, wherever it is run from
+
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
-PAGES = ("performance.md", "numerics-report.md", "roofline.md")
+PAGES = ("performance.md", "numerics-report.md", "roofline.md", "io-model.md")
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 
 
@@ -123,6 +125,12 @@ def gpu() -> str:
         words = [rate_of(line["contenders"].get(name, {})) for name in names]
         rows.append([f"{cell}, {which}", *words])
     return table(["cell", *names], rows)
+
+
+def device(make: Callable[..., tuple[list[str], list[list[str]]]], name: str) -> str:
+    """A table of `device_tables` from a results file."""
+    heads, rows = make(read(name))
+    return table(heads, rows) if rows else "Not measured yet.\n"
 
 
 def rate_of(found: dict[str, Any]) -> str:
@@ -241,6 +249,8 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"numerics-{section}": (lambda section=section: numerics(section))
        for section in ("N", "D", "spread", "mask", "storage")},
     "gpu": gpu, "memory": memory, "numerics-worst": numerics_worst, "machines": machines, "sources": sources,
+    "counters": lambda: device(device_tables.counters, "counters"),
+    "floors": lambda: device(device_tables.floors, "gpu"),
 }  # fmt: skip
 
 

@@ -102,30 +102,35 @@ def device_bytes(shape: Shape, machine: Machine) -> float:
     Source: counters of an H200, docs/io-model.md; the cache keeps two copies of what all workers read.
     """
     d, dv, size = shape.head_dim, shape.head_dim_v, shape.itemsize
-    rows_in_flight = machine.workers * max(ROWS_A_WORKER, shape.block_q)
-    together = max(min(shape.heads_abreast, shape.heads), -(-rows_in_flight // max(shape.seqlen_q, 1)))
-    working = min(together, shape.heads) * shape.seqlen_k * (d + dv) * size
-    once = min(shape.heads * shape.seqlen_k, shape.key_rows)
-    cached = machine.cache_bytes is not None and 2 * working <= machine.cache_bytes.value
-    key_rows = once if cached else shape.key_rows
-    if machine.cache_bytes is not None and not cached:
-        # A generation takes rows_in_flight of the rows of the heads that run abreast.
-        tiles = -(-shape.seqlen_q // shape.block_q)
-        rows = shape.seqlen_q * min(shape.heads_abreast, shape.heads)
-        key_rows = max(once, int(shape.key_rows / tiles * rows / rows_in_flight))
-    forward = bytes_tiled(
-        batch=1, num_heads_q=1, seqlen_q=shape.heads * shape.seqlen_q, seqlen_k=1, head_dim=d, head_dim_v=dv,
-        itemsize=size, block_q=max(shape.block_q, 1), key_rows_read=key_rows,
-    )  # fmt: skip
     if not shape.backward:
-        return forward
-    # A pass for delta, q and do once for each key tile (or once, from the cache), dq in float32 read and written.
-    query_rows = shape.heads * shape.seqlen_q
-    if not cached:
-        query_rows = int(shape.pairs / max(shape.block_k, 1))
+        key_rows = _streamed(shape, machine, (shape.seqlen_q, shape.block_q), shape.seqlen_k, shape.key_rows)
+        return bytes_tiled(
+            batch=1, num_heads_q=1, seqlen_q=shape.heads * shape.seqlen_q, seqlen_k=1, head_dim=d, head_dim_v=dv,
+            itemsize=size, block_q=max(shape.block_q, 1), key_rows_read=key_rows,
+        )  # fmt: skip
+    # A pass for delta; q and do past key tiles, with dq in float32 read and written.
+    every = int(shape.pairs / max(shape.block_k, 1))
+    query_rows = _streamed(shape, machine, (shape.seqlen_k, shape.block_k), shape.seqlen_q, every)
     queries = query_rows * ((d + dv) * size + 8 + 2 * 4 * d)
     keys = 2 * shape.heads * shape.seqlen_k * (d + dv) * size
     return shape.heads * shape.seqlen_q * (2 * dv * size + 4) + queries + keys
+
+
+def _streamed(shape: Shape, machine: Machine, tiled: tuple[int, int], streamed: int, every: int) -> int:
+    """Rows that come from memory where tiles of `tiled` (rows of a head, of a tile) have `streamed` rows of the other
+    side pass by; every: all rows that all tiles read."""
+    once = min(shape.heads * streamed, every)
+    if machine.cache_bytes is None:
+        return every
+    length, block = tiled
+    in_flight = machine.workers * max(ROWS_A_WORKER, block)
+    abreast = min(shape.heads_abreast, shape.heads)
+    together = min(max(abreast, -(-in_flight // max(length, 1))), shape.heads)
+    working = together * streamed * (shape.head_dim + shape.head_dim_v) * shape.itemsize
+    if 2 * working <= machine.cache_bytes.value:
+        return once
+    # A generation takes in_flight of the rows of the heads that run abreast.
+    return max(once, int(every / -(-length // block) * length * abreast / in_flight))
 
 
 def predict_time(work: Work, dtype: str, machine: Machine) -> Prediction:
