@@ -1,6 +1,6 @@
 """Device memory that attention really moves on a GPU, counted by its hardware, beside what the model predicts.
 
-    python benchmarks/counters.py [--cells SUBSTRING] [--contenders triton,sdpa_flash,sdpa_cudnn,ordinary]
+    python benchmarks/counters.py [--cells PART,PART] [--contenders triton,sdpa_flash,sdpa_cudnn,ordinary]
         [--which forward,backward] [--output benchmarks/results/counters.jsonl] [--ncu PATH]
 
 Runs itself under Nsight Compute (`ncu`), which counts the bytes that DRAM delivers and takes. A call may be several
@@ -63,7 +63,7 @@ def ordinary(cell: Cell) -> Any:
 
 
 def prepare(name: str, cell: Cell, which: str) -> Any:
-    """One contender's call on fresh tensors, run once."""
+    """One contender's call on fresh tensors, run twice: a second call of a kind may go another way than the first."""
     layout, attend = ("bhnd", ordinary(cell)) if name == "ordinary" else contender(name, cell)
     tensors = cell.draw(layout)
     if which == "forward":
@@ -80,7 +80,8 @@ def prepare(name: str, cell: Cell, which: str) -> Any:
         def call() -> Any:
             return torch.autograd.grad(out, tensors, do, retain_graph=True)
 
-    call()
+    for _ in range(2):
+        call()
     torch.cuda.synchronize()
     return call
 
@@ -111,7 +112,7 @@ def counted(options: argparse.Namespace) -> None:
     cuda = torch.cuda.cudart()
     cases = []
     for cell in CELLS:
-        if options.cells not in cell.name:
+        if not any(part in cell.name for part in options.cells.split(",")):
             continue
         for which in options.which.split(","):
             for name in options.contenders.split(","):
