@@ -108,6 +108,28 @@ def test_terms_and_their_gradients(group: int) -> None:
         torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("shape", [(130, 1100), (1, 1, 130, 1100), (2, 1, 130, 1100), (1100,)])
+def test_gradient_of_a_bias_that_heads_share(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a sum per task would be too large, heads add to one sum in turn, and the reference is not asked."""
+    from tilewise.backends.cpu import launch_backward
+    from tilewise.backends.reference.blockwise import Blockwise
+
+    monkeypatch.setattr(launch_backward, "LARGEST_PARTS", 0)
+    q, k, v = draw(2, 4, 2, 130, 1100, 16, 16)
+    found = []
+    for dtype, backend in ((torch.float64, "naive"), (torch.float32, "cpu")):
+        if backend == "cpu":
+            monkeypatch.setattr(Blockwise, "backward", lambda *a: pytest.fail("the reference was asked"))
+        torch.manual_seed(1)
+        bias = torch.randn(shape).to(dtype).requires_grad_()
+        inputs = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+        out = tw.attention(*inputs, scores=tw.bias(bias), mask=tw.causal(), backend=backend)
+        weights = torch.linspace(-1, 1, out.numel()).view(out.shape).to(dtype)
+        found.append(torch.autograd.grad(out, [*inputs, bias], weights))
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-5)
+
+
 def test_words_are_accurate_and_exact_at_the_ends() -> None:
     """tanh, exp2 and log2 of scores from tiny to huge, and -inf exactly where it belongs."""
     q = torch.ones(1, 1, 1, 1)

@@ -211,28 +211,37 @@ def test_packed_sequences_fill_everything(hole: str, poisoned_memory: None) -> N
 
 # ---- other processors --------------------------------------------------------------------------------------------
 
-SUBSET = """
-import torch
-from tilewise.testing.cases import find_case
+AVX2 = "+sse4.1,+sse4.2,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt"
+SAMPLE = """
+import sys, torch
+from tilewise.backends.cpu.isa import detect
+from tilewise.testing.cases import all_cases
 from tilewise.testing.conformance import run_case
 from tilewise.testing.poison import poisoned_memory
 torch.set_num_threads(1)
-for name in ("plain-fp32", "term-alibi"):
-    with poisoned_memory():
-        run_case(find_case(name), "cpu", "cpu")
+isa, step = detect(), int(sys.argv[1])
+print(isa.cpu, isa.lanes)
+for dtype in (torch.float32, torch.bfloat16)[: 1 if step > 50 else 2]:
+    for case in [case for case in all_cases() if case.dtype == dtype][::step]:
+        with poisoned_memory():
+            run_case(case, "cpu", "cpu")
 print("done")
 """
+FORCED = [("haswell", AVX2, 8, 12), ("generic", AVX2, 8, 80), ("x86-64-v4", WIDE.rsplit(",", 1)[0], 16, 12)]
+"""CPU name, features, lanes of the code, and every how many cases of the suite are run."""
 
 
-def test_a_narrower_processor(tmp_path) -> None:
-    """AVX2 code, forced on whatever x86 this is, passes cases of the suite."""
-    from tilewise.backends.cpu.isa import detect
+@pytest.mark.parametrize(("cpu", "features", "lanes", "step"), FORCED, ids=[target[0] for target in FORCED])
+def test_a_sample_of_the_suite_on_forced_targets(cpu: str, features: str, lanes: int, step: int) -> None:
+    """Targets that this processor can run, by their names: every feature's cases, forward and gradients."""
+    import llvmlite.binding as llvm
 
-    isa = detect()
-    if isa.arch != "x86" or isa.lanes <= 8:
-        pytest.skip("this processor has no wider vectors than AVX2, or is no x86")
-    features = "+sse4.1,+sse4.2,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt"
-    assert "done" in run(SUBSET, NUMBA_CPU_NAME="haswell", NUMBA_CPU_FEATURES=features)
+    have = {name for name, there in llvm.get_host_cpu_features().items() if there}
+    if not {name.lstrip("+") for name in features.split(",")} <= have:
+        pytest.skip("this processor lacks an instruction of the target")
+    script = f"import sys; sys.argv = ['', '{step}']\n{SAMPLE}"
+    told, done = run(script, NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=features).split("\n", 1)
+    assert told == f"{cpu} {lanes}" and "done" in done
 
 
 UNKNOWN = """
@@ -250,11 +259,13 @@ except tw.UnsupportedProblem as error:
 """
 
 
-def test_an_unknown_processor_gets_right_answers() -> None:
-    """Without AVX2: the reference's answer, and the reason named."""
-    right, refusal = run(UNKNOWN, NUMBA_CPU_NAME="x86-64", NUMBA_CPU_FEATURES="+sse2").split("\n", 1)
+@pytest.mark.parametrize("cpu", ["x86-64", "no-such-processor"])
+def test_an_unknown_processor_gets_right_answers(cpu: str) -> None:
+    """Without AVX2, and by a name that nobody knows: the reference's answer, and the reason named."""
+    features = {"NUMBA_CPU_FEATURES": "+sse2"} if cpu == "x86-64" else {}
+    right, refusal = run(UNKNOWN, NUMBA_CPU_NAME=cpu, **features).split("\n", 1)
     assert right == "True"
-    assert "AVX2" in refusal and "x86-64" in refusal
+    assert "AVX2" in refusal and cpu in refusal
 
 
 def test_neon_code() -> None:

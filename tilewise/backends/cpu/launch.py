@@ -144,11 +144,11 @@ class Block:
         self.values[P.scratch] = -(-memory.data_ptr() // 64) * 64
         self.values[P.scratch_bytes] = size
 
-    def run(self, function: int, tasks: int, threads: int) -> None:
-        """The function on as many threads as there are tasks for, at most `threads`."""
-        self.values[P.task] = 0
+    def run(self, function: int, tasks: int, threads: int, first: int = 0) -> None:
+        """The function on as many threads as there are tasks for, at most `threads`; the tasks from `first` on."""
+        self.values[P.task] = first
         self.values[P.thread] = 0
-        self.values[P.num_tasks] = tasks
+        self.values[P.num_tasks] = first + tasks
         pool.run_parallel(function, ctypes.addressof(self.values), min(threads, tasks))
 
 
@@ -312,9 +312,15 @@ def segments_of(
     units = problem.shape.num_heads_kv if packed else problem.shape.num_heads_q
     numbers: list[int] = []
     tasks, most, groups = 0, 1, 0
+    known: dict[tuple[int, int], tuple[int, int]] = {}
+    group = problem.group if packed else 1
     for piece, table in zip(found, tables, strict=True):
-        splits, chunk = splits_of(problem, piece, decode)
-        rows = piece.rows * (problem.group if packed else 1)
+        # Many sequences have few lengths.
+        size = (piece.rows, piece.keys)
+        if size not in known:
+            known[size] = splits_of(problem, piece, decode)
+        splits, chunk = known[size]
+        rows = piece.rows * group
         count = units * -(-rows // block_rows) * splits
         if count == 0:
             continue
@@ -358,7 +364,8 @@ def plan(problem: Problem) -> Schedule:
     notes = (
         processor,
         f"threads: {pool.pool_name()}",
-        "a call whose result is not finite is done again by blockwise, and so is the backward of a large shared leaf",
+        "a call whose result is not finite is done again by blockwise, and so is the backward of a large leaf of which "
+        "several keys read one number",
     )
     loop = "keys, all rows of a KV head together" if decode else "rows outer, keys inner"
     return Schedule(BLOCK_ROWS, key_block(problem, decode), loop, splits, workspace, notes=notes)

@@ -30,6 +30,8 @@ from tilewise.problem import Inputs, Problem
 from tilewise.spec import expression as ex
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from tilewise.backends.cpu.slots import Slots
@@ -97,8 +99,13 @@ def lay_out(block: Block, problem: Problem, inputs: Inputs, found: list[Piece]) 
     s, packed = problem.shape, packs(problem)
     numbers: list[int] = []
     tasks, most, tiles = 0, 1, 0
+    known: dict[tuple[int, int], tuple[int, int]] = {}
     for piece, table in zip(found, class_tables(block, problem, inputs, found), strict=True):
-        splits, chunk = splits_of(problem, piece)
+        # Many sequences have few lengths.
+        size = (piece.rows, piece.keys)
+        if size not in known:
+            known[size] = splits_of(problem, piece)
+        splits, chunk = known[size]
         rows = piece.rows * (problem.group if packed else 1)
         numbers += [*piece[:8], tasks, splits, chunk, *table, tiles, 0, *piece[8:]]
         tasks += s.num_heads_kv * splits
@@ -111,26 +118,41 @@ def lay_out(block: Block, problem: Problem, inputs: Inputs, found: list[Piece]) 
     return tasks, most, tiles
 
 
-def owned(problem: Problem, slot: int) -> bool:
-    """Whether no two tasks add to one element of a leaf's gradient: it is read by batch entry, head and column."""
+def turns(problem: Problem, found: list[Piece]) -> Iterator[tuple[int, int]]:
+    """(first task, tasks) of each segment and KV head."""
+    first = 0
+    for piece in found:
+        splits = splits_of(problem, piece)[0]
+        for _ in range(problem.shape.num_heads_kv):
+            yield first, splits
+            first += splits
+
+
+def owned(problem: Problem, slot: int, in_turn: bool) -> bool:
+    """Whether no two tasks add to one element of a leaf's gradient at one time: it is read by column, and by batch
+    entry and head where they do not go in turn."""
     s = problem.shape
-    needed = {"j"} | ({"b"} if s.batch > 1 else set())
+    needed = {"j"} | ({"b"} if s.batch > 1 and not in_turn else set())
     for site in ex.loads(problem.spec.score):  # type: ignore[arg-type]
         if int(site.value) != slot:  # type: ignore[arg-type]
             continue
         names = {str(a.value) for a in site.args if a.op == "var"}
-        if not needed <= names or (s.num_heads_q > 1 and not names & {"h", "g"}):
+        if not needed <= names or (s.num_heads_q > 1 and not in_turn and not names & {"h", "g"}):
             return False
     return True
 
 
 class LeafSums:
-    """Where the kernels add the gradients of leaves: one buffer if tasks share no element of it, else one per task."""
+    """Where the kernels add the gradients of leaves: one buffer if tasks share no element of it, else one per task.
+
+    in_turn: heads share a leaf too large for that, a bias of all heads: they go one after another, each with all
+    threads, and the splits of its keys share no element.
+    """
 
     def __init__(self, problem: Problem, inputs: Inputs, wanted: tuple[bool, ...], tasks: int) -> None:
         self.totals: list[Tensor | None] = []
         self.entries: list[int] = []
-        self.fits = True
+        self.fits, self.in_turn = True, False
         loaded = (
             {int(n.value) for n in ex.loads(problem.spec.score)} if problem.spec.score is not None else set()
         )  # type: ignore[arg-type]
@@ -143,8 +165,10 @@ class LeafSums:
                 continue
             shared = self._spread(problem, slot, leaf)
             if not shared and tasks * leaf.numel() > LARGEST_PARTS:
-                self.fits = False
-                return
+                shared = self.in_turn = self._spread(problem, slot, leaf, in_turn=True)
+                self.fits = shared
+                if not shared:
+                    return
             total = torch.zeros(
                 (1 if shared else max(tasks, 1), *leaf.shape), dtype=torch.float32, device="cpu"
             )
@@ -153,18 +177,22 @@ class LeafSums:
             self.entries += [total.data_ptr(), 0 if shared else 4 * leaf.numel(), *strides]
 
     @staticmethod
-    def _spread(problem: Problem, slot: int, leaf: Tensor) -> bool:
+    def _spread(problem: Problem, slot: int, leaf: Tensor, in_turn: bool = False) -> bool:
         """One buffer for all tasks, if each index by which tasks differ does run along a whole dimension."""
-        if not owned(problem, slot):
+        if not owned(problem, slot, in_turn):
             return False
         s = problem.shape
-        sizes = {"b": s.batch, "h": s.num_heads_q, "g": s.num_heads_kv, "j": s.seqlen_k}
+        sizes = (
+            {"j": s.seqlen_k}
+            if in_turn
+            else {"b": s.batch, "h": s.num_heads_q, "g": s.num_heads_kv, "j": s.seqlen_k}
+        )
         for site in ex.loads(problem.spec.score):  # type: ignore[arg-type]
             if int(site.value) == slot:  # type: ignore[arg-type]
                 for n, index in enumerate(site.args):
                     if index.op == "var" and index.value in sizes and leaf.shape[n] < sizes[str(index.value)]:
                         return False
-        return problem.options.layout == "dense" or s.batch <= 1
+        return in_turn or problem.options.layout == "dense" or s.batch <= 1
 
     def gradients(self, inputs: Inputs) -> tuple[Tensor | None, ...]:
         """The sums over the tasks, in their order, in the leaves' types."""
@@ -224,7 +252,8 @@ def backward(
         block.table(P.leaf_parts, sums.entries)
         threads = pool.num_threads()
         block.scratch(scratch_bytes(problem), threads)
-        block.run(kernel(isa, "backward", dtype), tasks, threads)
+        for first, count in turns(problem, found) if sums.in_turn else [(0, tasks)]:
+            block.run(kernel(isa, "backward", dtype), count, threads, first)
         units = s.num_heads_kv if packs(problem) else s.num_heads_q
         block.run(kernel(isa, "finish", dtype), len(found) * units, threads)
     leaves = sums.gradients(inputs)
