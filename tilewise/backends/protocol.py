@@ -65,8 +65,7 @@ class Needs:
     sink: bool = False
 
 
-@dataclass(frozen=True)
-class Append:
+class Append(NamedTuple):
     """New keys and values for pools, and queries to be turned with them: what `append` of a backend family does.
 
     Token t of sequence b goes to place lengths[b] + t of the sequence, that is row place % S of page
@@ -135,7 +134,7 @@ class Backend(Protocol):
     its lengths and its table hold; the caller has checked both where they can be seen.
 
     A family of backends has one function `append(inputs: Append) -> Tensor | None` that gives the turned q: the
-    reference's in `backends.reference.append`, Triton's in `backends.triton.append_kernel`.
+    reference's in `backends.reference.append`, Triton's in `backends.triton.launch_append`.
     """
 
     name: str
