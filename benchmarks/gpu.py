@@ -1,14 +1,15 @@
 """Attention on a GPU beside what its user would pick instead: forward, backward, features, decode, host time.
 
     python benchmarks/gpu.py [long short features grouped decode host] [--which forward,backward]
-        [--contenders triton,flex,sdpa_flash,sdpa_cudnn] [--cells SUBSTRING] [--seconds 120] [--patience 60]
-        [--output benchmarks/results/gpu.jsonl]
+        [--contenders triton,flex,sdpa_flash,sdpa_cudnn] [--cells SUBSTRING,...] [--seconds 120] [--patience 60]
+        [--rounds 12] [--output benchmarks/results/gpu.jsonl]
 
 Every contender is called through its public function with outputs allocated inside. Each call is captured in a
 CUDA graph and replayed after 80 ms of idleness (cold) and back to back (hot); the contenders of a cell are
-interleaved, the order rotates, 12 rounds; medians and quartiles (`tilewise.cli.timing`). Backward is autograd's
-whole call. A section stops when its seconds are over; a contender that needs longer than the patience to compile
-is left out and says so. Each cell is a line, written when it is done, so that what a run had time for survives it.
+interleaved, the order rotates, 12 rounds or as many as asked for; medians and quartiles (`tilewise.cli.timing`).
+Backward is autograd's whole call. A section stops when its seconds are over; a contender that needs longer than the
+patience to compile is left out and says so. Each cell is a line, written when it is done, so that what a run had time
+for survives it.
 
 Lines: the machine; then per cell and direction each contender's seconds, TFLOP/s from visible pairs (decode: TB/s
 of keys and values), peak bytes of a call beyond its inputs.
@@ -34,7 +35,7 @@ from tilewise.cli.machine import describe
 from tilewise.cli.timing import Limits, side_stream, time_calls
 
 DEVICE = torch.device("cuda")
-ROUNDS = Limits(least=12, most=12, seconds=0.0)
+ROUNDS = 12
 HOST_CALLS = 300
 
 
@@ -85,7 +86,7 @@ def prepare(name: str, cell: Cell, which: str) -> tuple[Callable[[], Any], int]:
     return call, torch.cuda.max_memory_allocated() - before
 
 
-def measure(cell: Cell, which: str, names: list[str], seconds: int) -> dict[str, Any]:
+def measure(cell: Cell, which: str, names: list[str], seconds: int, rounds: int) -> dict[str, Any]:
     """One line: all contenders on one cell and direction."""
     calls: dict[str, Callable[[], Any]] = {}
     found: dict[str, Any] = {}
@@ -102,7 +103,7 @@ def measure(cell: Cell, which: str, names: list[str], seconds: int) -> dict[str,
             except Exception as error:  # any library may fail on any cell; that is a result
                 found[name] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
                 torch.cuda.synchronize()
-        timings = time_calls(calls, DEVICE, ROUNDS)
+        timings = time_calls(calls, DEVICE, Limits(least=rounds, most=rounds, seconds=0.0))
     flops = cell.flops(which, cell.pairs())
     size = torch.finfo(cell.dtype).bits // 8
     read = cell.batch * cell.heads_kv * cell.n * (cell.d + cell.head_dim_v) * size
@@ -169,6 +170,7 @@ def main() -> None:
     parser.add_argument("--cells", default="")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--patience", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     names = options.contenders.split(",")
@@ -187,10 +189,10 @@ def main() -> None:
         else:
             directions = ["forward"] if section == "decode" else options.which.split(",")
             lines = (
-                measure(cell, which, names, options.patience)
+                measure(cell, which, names, options.patience, options.rounds)
                 for which in directions
                 for cell in SECTIONS[section]
-                if options.cells in cell.name
+                if any(word in cell.name for word in options.cells.split(","))
             )
         for line in lines:
             line["section"] = section

@@ -4,7 +4,7 @@ Triton's own launcher reads some seventy Python objects a call. Here the argumen
 writes the addresses that changed: about a third of the host time. CUDA only; the layout is checked against the
 kernel's own parameter list, and where it differs the caller goes on with Triton's launcher.
 
-Source: CUDA driver API, cuLaunchKernel, CU_LAUNCH_PARAM_BUFFER_POINTER.
+Source: CUDA driver API, cuLaunchKernelEx, CU_LAUNCH_PARAM_BUFFER_POINTER.
 """
 
 from __future__ import annotations
@@ -25,30 +25,48 @@ _ENTRY = re.compile(r"\.entry\s+\w+\s*\((.*?)\)", re.DOTALL)
 _PARAMETER = re.compile(r"\.param\s+\.(?:align\s+\d+\s+\.)?[a-z](\d+)")
 
 
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint), ("grid_y", ctypes.c_uint), ("grid_z", ctypes.c_uint), ("threads", ctypes.c_uint),
+        ("threads_y", ctypes.c_uint), ("threads_z", ctypes.c_uint), ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint),
+    )  # fmt: skip
+
+
 class _Block(NamedTuple):
-    """One argument block: its words, and the list that the driver reads. size is kept alive for the list."""
+    """One argument block: its words, the list that the driver reads of them, and of each launch that reads them the
+    configuration. What ends in `_at` is an address as ctypes passes it; `kept` keeps alive what addresses lead to."""
 
     words: Any
-    extra: Any
-    size: Any
+    extra_at: Any
+    configs: tuple[_Config, ...]
+    configs_at: tuple[Any, ...]
+    kept: Any
 
 
 @functools.lru_cache(maxsize=1)
 def _driver() -> Any:
-    """cuLaunchKernel, or None where there is no such library."""
+    """cuLaunchKernelEx, or None where there is no such library. Arguments are objects of ctypes, which it takes
+    quickest."""
     try:
-        function = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
+        function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
     except (OSError, AttributeError):
         return None
-    function.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
     function.restype = ctypes.c_int
     return function
 
 
 class Direct:
-    """Launches one kernel with one set of numbers; addresses are given anew each time."""
+    """Launches one kernel with one set of numbers; addresses are given anew each time.
 
-    def __init__(self, launcher: Any, types: Sequence[str], values: Sequence[object]) -> None:
+    after: the launch whose argument block this one reads, too.
+    """
+
+    def __init__(
+        self, launcher: Any, types: Sequence[str], values: Sequence[object], after: Direct | None = None
+    ) -> None:
         """Raises ValueError if the kernel cannot be launched this way."""
         fields, offset, ends = [], 0, []
         self.slots: dict[int, int] = {}
@@ -81,9 +99,13 @@ class Direct:
         self.template = template.raw
         self.free: list[_Block] = []
         compiled = launcher.compiled
-        self.device, self.function = launcher.device, compiled.function
-        self.threads, self.shared = 32 * compiled.metadata.num_warps, compiled.metadata.shared
+        self.device, self.function = launcher.device, ctypes.c_void_p(compiled.function)
+        self.shape = (32 * compiled.metadata.num_warps, compiled.metadata.shared)
         self.launch = _driver()
+        first = self if after is None else after
+        self.launches = [] if after is None else after.launches
+        self.place = len(first.launches)
+        first.launches.append(self)
 
     def block(self) -> _Block:
         """An argument block of this kernel's numbers; a call takes one and appends it to `free` when done."""
@@ -95,16 +117,26 @@ class Direct:
             extra = (ctypes.c_void_p * 5)(
                 _BUFFER_POINTER, ctypes.addressof(words), _BUFFER_SIZE, ctypes.addressof(size), _END
             )
-            return _Block(words, extra, size)
+            configs = tuple(_config(*launch.shape) for launch in self.launches)
+            return _Block(words, _address(extra), configs, tuple(map(_address, configs)), (extra, size))
 
-    def __call__(self, grid: int, block: _Block) -> None:
+    def __call__(self, grid: int, block: _Block, grid_y: int = 1) -> None:
         """Launch on the device's current stream.  Raises RuntimeError."""
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
-        error = self.launch(
-            self.function, grid, 1, 1, self.threads, 1, 1, self.shared, stream, None, block.extra
-        )
+        at = self.place
+        config = block.configs[at]
+        config.grid, config.grid_y = grid, grid_y
+        config.stream = torch._C._cuda_getCurrentRawStream(self.device)
+        error = self.launch(block.configs_at[at], self.function, None, block.extra_at)
         if error:
             raise RuntimeError(f"the driver refused a launch, CUDA error {error}")
+
+
+def _address(of: Any) -> Any:
+    return ctypes.c_void_p(ctypes.addressof(of))
+
+
+def _config(threads: int, shared: int) -> _Config:
+    return _Config(1, 1, 1, threads, 1, 1, shared, None, None, 0)
 
 
 def _parameters(compiled: Any) -> list[int]:

@@ -270,30 +270,30 @@ def forward_tile(
         while chunk < end:
             stop = tl.minimum(chunk + CHUNK, end)
             last_column = tl.minimum(stop * BLOCK_N, n_k) - 1
-            dead = (
-                classify_coarse(i0, i1, chunk * BLOCK_N, last_column, q_offset, k_offset, b, h0, h1, g, data)
-                == 0
+            live = classify_coarse(
+                i0, i1, chunk * BLOCK_N, last_column, q_offset, k_offset, b, h0, h1, g, data
             )
-            at = tl.where(dead, stop, chunk)
-            t = chunk + tl.arange(0, CHUNK)
-            high = tl.minimum(t * BLOCK_N + BLOCK_N, n_k) - 1
-            kind = classify(
-                i0, i1, t * BLOCK_N, high, q_offset, k_offset, b, h0, h1, g, data
-            ) + tl.zeros_like(t)
-            kind = tl.where(t * BLOCK_N + BLOCK_N > n_k, tl.minimum(kind, 1), kind)
-            kind = tl.where(t < stop, kind, 0)
-            while at < stop:
-                first = tl.min(tl.where((t >= at) & (kind != 0), t, stop), 0)
-                middle = tl.min(tl.where((t >= first) & (kind != 2), t, stop), 0)
-                at = tl.min(tl.where((t >= middle) & (kind != 1), t, stop), 0)
-                acc, m, l = absorb_run(  # noqa: E741
-                    acc, m, l, q, first, middle, tensors, here, numbers, data, score, keep, classify, False, False,
-                    HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-                    PRECISION, TMA)  # fmt: skip
-                acc, m, l = absorb_run(  # noqa: E741
-                    acc, m, l, q, middle, at, tensors, here, numbers, data, score, keep, classify, True, False,
-                    HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-                    PRECISION, TMA)  # fmt: skip
+            if live != 0:
+                at = chunk
+                t = chunk + tl.arange(0, CHUNK)
+                high = tl.minimum(t * BLOCK_N + BLOCK_N, n_k) - 1
+                kind = classify(
+                    i0, i1, t * BLOCK_N, high, q_offset, k_offset, b, h0, h1, g, data
+                ) + tl.zeros_like(t)
+                kind = tl.where(t * BLOCK_N + BLOCK_N > n_k, tl.minimum(kind, 1), kind)
+                kind = tl.where(t < stop, kind, 0)
+                while at < stop:
+                    first = tl.min(tl.where((t >= at) & (kind != 0), t, stop), 0)
+                    middle = tl.min(tl.where((t >= first) & (kind != 2), t, stop), 0)
+                    at = tl.min(tl.where((t >= middle) & (kind != 1), t, stop), 0)
+                    acc, m, l = absorb_run(  # noqa: E741
+                        acc, m, l, q, first, middle, tensors, here, numbers, data, score, keep,
+                        classify, False, False, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M,
+                        BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+                    acc, m, l = absorb_run(  # noqa: E741
+                        acc, m, l, q, middle, at, tensors, here, numbers, data, score, keep,
+                        classify, True, False, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N,
+                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
             chunk = stop
     else:
         middle = tl.maximum(tl.minimum(end, n_k // BLOCK_N), begin)

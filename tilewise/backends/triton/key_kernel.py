@@ -31,22 +31,22 @@ def absorb_rows(
     CAREFUL: tl.constexpr, STAGES: tl.constexpr, HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr,
     DROPOUT: tl.constexpr, SITES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """dk, dv and the column sums after the row tiles first .. last - 1 of one head."""
     for t in tl.range(first, last, num_stages=STAGES):
         rows = t * BLOCK_M + tl.arange(0, BLOCK_M)
         inside = rows < n_q
-        if MASKED and HAS_MASK:
-            # A row that sees none of these keys is not read: it may hold anything.
-            inside = inside & (classify(rows, rows, j0, j1, q_offset, k_offset, b, h, h, g, data) != 0)
-        if TMA and not MASKED:
+        if TMA:
             i0 = t * BLOCK_M
             q = q_desc.load([b_desc, h, start + i0, 0]).reshape(BLOCK_M, D_PAD)
             do = do_desc.load([b_desc, h, start + i0, 0]).reshape(BLOCK_M, DV_PAD)
             m = m_desc.load([0, line + i0]).reshape(BLOCK_M)
             delta = delta_desc.load([0, line + i0]).reshape(BLOCK_M)
         else:
+            if MASKED and HAS_MASK:
+                # A row that sees none of these keys is not read: it may hold anything.
+                inside = inside & (classify(rows, rows, j0, j1, q_offset, k_offset, b, h, h, g, data) != 0)
             q = load_tile(q_ptr, rows, q_n, q_d, size_d, inside, MASKED, D_PAD, EVEN, STEP, UNIT)
             do = load_tile(do_ptr, rows, g_n, g_d, size_dv, inside, MASKED, DV_PAD, EVEN_V, STEP, UNIT)
             do = do.to(v.dtype)
@@ -69,7 +69,10 @@ def absorb_rows(
         )
         if MASKED:
             visible = inside[None, :] & (j < n_k)
-            if HAS_MASK:
+            if HAS_MASK and not CAREFUL and not VARLEN and not (TMA and len(SITES) > 0):
+                # Columns past the end are not stored. Rows past it have m = +inf, or, by a descriptor, q = do = 0.
+                visible = keep(s, i, j, q_pos, k_pos, b, h, g, data)
+            elif HAS_MASK:
                 visible = visible & keep(s, i, j, q_pos, k_pos, b, h, g, data)
             if CAREFUL:
                 visible = visible & (m != INF)[None, :]
@@ -177,42 +180,44 @@ def key_tile(
                 size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h, g, scale, seed, threshold,
                 drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, True, True, STAGES, HAS_MASK,
                 HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
-                TMA)  # fmt: skip
+                TMA, VARLEN)  # fmt: skip
         elif HAS_MASK:
             chunk = 0
             while chunk < row_tiles:
                 stop = tl.minimum(chunk + CHUNK, row_tiles)
                 last_row = tl.minimum(stop * BLOCK_M, n_q) - 1
-                dead = (
-                    classify_coarse(chunk * BLOCK_M, last_row, j0, j1, q_offset, k_offset, b, h, h, g, data)
-                    == 0
+                live = classify_coarse(
+                    chunk * BLOCK_M, last_row, j0, j1, q_offset, k_offset, b, h, h, g, data
                 )
-                at = tl.where(dead, stop, chunk)
-                t = chunk + tl.arange(0, CHUNK)
-                high = tl.minimum(t * BLOCK_M + BLOCK_M, n_q) - 1
-                kind = classify(
-                    t * BLOCK_M, high, j0, j1, q_offset, k_offset, b, h, h, g, data
-                ) + tl.zeros_like(t)
-                kind = tl.where(t * BLOCK_M + BLOCK_M > n_q, tl.minimum(kind, 1), kind)
-                kind = tl.where(t < stop, kind, 0)
-                while at < stop:
-                    first = tl.min(tl.where((t >= at) & (kind != 0), t, stop), 0)
-                    middle = tl.min(tl.where((t >= first) & (kind != 1), t, stop), 0)
-                    at = tl.min(tl.where((t >= middle) & (kind != 2), t, stop), 0)
-                    dk, dv, sums = absorb_rows(
-                        dk, dv, sums, k, v, first, middle, q_base, do_base, m_ptr + line, low_ptr + line,
-                        delta_ptr + line, q_desc, do_desc, m_desc, delta_desc, tensor_b, row0, line.to(tl.int32),
-                        q_n, q_d, g_n, g_d, size_d, size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h,
-                        g, scale, seed, threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep,
-                        classify, True, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD,
-                        DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
-                    dk, dv, sums = absorb_rows(
-                        dk, dv, sums, k, v, middle, at, q_base, do_base, m_ptr + line, low_ptr + line,
-                        delta_ptr + line, q_desc, do_desc, m_desc, delta_desc, tensor_b, row0, line.to(tl.int32),
-                        q_n, q_d, g_n, g_d, size_d, size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h,
-                        g, scale, seed, threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep,
-                        classify, False, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N,
-                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+                if live != 0:
+                    at = chunk
+                    t = chunk + tl.arange(0, CHUNK)
+                    high = tl.minimum(t * BLOCK_M + BLOCK_M, n_q) - 1
+                    kind = classify(
+                        t * BLOCK_M, high, j0, j1, q_offset, k_offset, b, h, h, g, data
+                    ) + tl.zeros_like(t)
+                    kind = tl.where(t * BLOCK_M + BLOCK_M > n_q, tl.minimum(kind, 1), kind)
+                    kind = tl.where(t < stop, kind, 0)
+                    while at < stop:
+                        first = tl.min(tl.where((t >= at) & (kind != 0), t, stop), 0)
+                        middle = tl.min(tl.where((t >= first) & (kind != 1), t, stop), 0)
+                        at = tl.min(tl.where((t >= middle) & (kind != 2), t, stop), 0)
+                        dk, dv, sums = absorb_rows(
+                            dk, dv, sums, k, v, first, middle, q_base, do_base, m_ptr + line,
+                            low_ptr + line, delta_ptr + line, q_desc, do_desc, m_desc, delta_desc,
+                            tensor_b, row0, line.to(tl.int32), q_n, q_d, g_n, g_d, size_d, size_dv,
+                            n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h, g, scale, seed,
+                            threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep,
+                            classify, True, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES,
+                            BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
+                            TMA, VARLEN)  # fmt: skip
+                        dk, dv, sums = absorb_rows(
+                            dk, dv, sums, k, v, middle, at, q_base, do_base, m_ptr + line, low_ptr + line,
+                            delta_ptr + line, q_desc, do_desc, m_desc, delta_desc, tensor_b, row0, line.to(tl.int32),
+                            q_n, q_d, g_n, g_d, size_d, size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h,
+                            g, scale, seed, threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep,
+                            classify, False, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N,
+                            D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
                 chunk = stop
         else:
             middle = tl.minimum(n_q // BLOCK_M, row_tiles)
@@ -222,21 +227,21 @@ def key_tile(
                 size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h, g, scale, seed, threshold,
                 drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, False, False, STAGES,
                 HAS_MASK, HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-                PRECISION, TMA)  # fmt: skip
+                PRECISION, TMA, VARLEN)  # fmt: skip
             dk, dv, sums = absorb_rows(
                 dk, dv, sums, k, v, middle, row_tiles, q_base, do_base, m_ptr + line, low_ptr + line,
                 delta_ptr + line, q_desc, do_desc, m_desc, delta_desc, tensor_b, row0, line.to(tl.int32), q_n, q_d,
                 g_n, g_d, size_d, size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h, g, scale, seed,
                 threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, True, False,
                 STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP,
-                UNIT, PRECISION, TMA)  # fmt: skip
+                UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
         at_line = (b_wide * heads + h) * seqlen_k + key0 + columns
         store_sums(sums_ptr, sums, batch * heads * seqlen_k, at_line, own, SITES)
 
     # ---- finish ----
     if not CAREFUL:
-        wrong = tl.max(tl.max((dk != dk).to(tl.int32), 1), 0) + tl.max(tl.max((dv != dv).to(tl.int32), 1), 0)
-        if wrong > 0:
+        wrong = tl.max((dk != dk).to(tl.int32), 1) | tl.max((dv != dv).to(tl.int32), 1)
+        if tl.max(wrong, 0) > 0:
             tl.store(marks_ptr + batch * heads, 1)
             for member in range(0, group):
                 tl.store(marks_ptr + b * heads + g * group + member, 1)

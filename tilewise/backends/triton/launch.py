@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tilewise.backends.triton.compile import Build, launcher, types_of
+from tilewise.backends.triton.compile import Build, interpreting, launcher, types_of
 from tilewise.backends.triton.layout import BLOCK, Slots
 from tilewise.backends.triton.source import Entry, module_of
 from tilewise.spec.dropout import keep_threshold
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from tilewise.problem import Problem
 
 _lock = threading.Lock()
-_launchers: dict[tuple[object, ...], Any] = {}
+_launchers: dict[tuple[object, ...], Future[Any]] = {}
 
 
 def four_strides(problem: Problem, t: Tensor) -> tuple[int, int, int, int]:
@@ -31,30 +32,64 @@ def four_strides(problem: Problem, t: Tensor) -> tuple[int, int, int, int]:
     return 0, h, n, d
 
 
+class Wanted(NamedTuple):
+    """A kernel of a spec's module, for a device; entries: the kernels of that module."""
+
+    problem: Problem
+    slots: Slots
+    entry: Entry
+    build: Build
+    device: int
+    entries: tuple[Entry, ...]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.problem.spec.text, self.slots, self.entry.name, self.build, self.device
+
+    def make(self) -> Any:
+        module = module_of(self.problem.spec, self.slots, self.entries)
+        return launcher(getattr(module, self.entry.name), self.build, self.device)
+
+
 def kernel_launcher(
     problem: Problem, slots: Slots, entry: Entry, build: Build, device: int, entries: tuple[Entry, ...]
 ) -> Any:
     """The launcher of a kernel of the spec's module, compiled once per device and build."""
-    key = (problem.spec.text, slots, entry.name, build, device)
-    found = _launchers.get(key)
-    if found is None:
-        with _lock:
-            found = _launchers.get(key)
-            if found is None:
-                module = module_of(problem.spec, slots, entries)
-                found = launcher(getattr(module, entry.name), build, device)
-                _launchers[key] = found
-    return found
+    wanted = Wanted(problem, slots, entry, build, device, entries)
+    return _made(wanted.key, wanted.make)
+
+
+def kernel_launchers(wanted: Sequence[Wanted]) -> list[Any]:
+    """The launchers of several kernels. Those that have to be compiled are compiled side by side: Triton spends most
+    of that time outside of Python."""
+    missing = [w for w in wanted if w.key not in _launchers]
+    if len(missing) > 1 and not interpreting():
+        with ThreadPoolExecutor(len(missing)) as pool:
+            for done in [pool.submit(_made, w.key, w.make) for w in missing]:
+                done.exception()  # what failed is tried again below, and raises there
+    return [_made(w.key, w.make) for w in wanted]
 
 
 def plain_launcher(kernel: Any, build: Build, device: int) -> Any:
     """The launcher of a kernel that depends on no spec."""
     key = (kernel.__module__, kernel.__name__, build, device)
+    return _made(key, lambda: launcher(kernel, build, device))
+
+
+def _made(key: tuple[object, ...], make: Callable[[], Any]) -> Any:
+    """What was made for a key; the first who asks makes it, the others wait for that."""
     found = _launchers.get(key)
     if found is None:
+        fresh: Future[Any] = Future()
         with _lock:
-            found = _launchers.setdefault(key, launcher(kernel, build, device))
-    return found
+            found = _launchers.setdefault(key, fresh)
+        if found is fresh:
+            try:
+                fresh.set_result(make())
+            except BaseException as error:
+                _launchers.pop(key, None)
+                fresh.set_exception(error)
+    return found.result()
 
 
 # ---- tables --------------------------------------------------------------------------------------------------

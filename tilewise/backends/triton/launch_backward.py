@@ -13,15 +13,17 @@ from tilewise.backends.triton.backward_entries import KEYS, PREPARE, ROWS, site_
 from tilewise.backends.triton.backward_tiles import BackwardTiles, choose_backward, narrow
 from tilewise.backends.triton.compile import Build, types_of
 from tilewise.backends.triton.launch import (
+    Wanted,
     dropout_numbers,
     four_strides,
     kernel_launcher,
+    kernel_launchers,
     per_batch,
     precision_of,
     tables,
 )
 from tilewise.backends.triton.layout import Slots, fill
-from tilewise.backends.triton.leaf_gradients import LeafGradients
+from tilewise.backends.triton.leaf_gradients import LeafGradients, no_pairs, sink_gradient
 from tilewise.backends.triton.leaf_sums import Sites, sort_sites
 from tilewise.backends.triton.machine import machine_of
 from tilewise.backends.triton.source import argument_types, derivative_roots
@@ -84,6 +86,7 @@ class Call:
         slots: Slots,
     ) -> None:  # fmt: skip
         self.problem, self.inputs, self.slots = problem, inputs, slots
+        self.ahead: list[Wanted] | None = None
         self.out, self.lse = saved
         self.do, self.dlse = grads
         if self.do.stride(-1) != 1:  # a sum's gradient is one number, expanded
@@ -161,7 +164,7 @@ class Call:
     def launch(
         self, entry: Entry, tiles: Tiles, grid: int, values: tuple[object, ...], **constants: object
     ) -> None:
-        """Compile at first use and run."""
+        """Compile at first use and run; where there is a list `ahead`, note there what would be run."""
         values = (*values, *self.data)
         names = [a.partition(":")[0] for a in entry.arguments] + list(self.slots.names)
         aligned = ()
@@ -181,8 +184,11 @@ class Call:
             types_of(names, values, argument_types(entry, self.slots)), aligned,
             tuple((name, known[name]) for name in entry.constants), tiles.warps, max(tiles.stages, 1),
         )  # fmt: skip
-        run = kernel_launcher(self.problem, self.slots, entry, build, self.device, (entry,))
-        run(grid, values)
+        wanted = Wanted(self.problem, self.slots, entry, build, self.device, (entry,))
+        if self.ahead is not None:
+            self.ahead.append(wanted)
+        else:
+            kernel_launcher(*wanted)(grid, values)
 
     def grid(self, tiles: int, careful: bool) -> int:
         """Programs of a launch; the second look, which is usually for nothing, has a few that share the tiles."""
@@ -330,6 +336,10 @@ class Call:
         return (*(x // step for x in strides[:3]), 1), step
 
 
+_known: set[tuple[object, ...]] = set()
+"""Kinds of calls whose kernels are compiled."""
+
+
 @functools.lru_cache(maxsize=4096)
 def _tiles(problem: Problem, machine: Any) -> BackwardTiles:
     return choose_backward(problem, machine)
@@ -347,13 +357,29 @@ def backward(
     """All gradients that are asked for."""
     s = problem.shape
     if 0 in (s.batch, s.num_heads_q, s.seqlen_q, s.seqlen_k):
-        return _nothing(inputs, saved[1], grads[1], needs)
+        return no_pairs(inputs, saved[1], grads[1], needs)
     call = Call(problem, inputs, saved, grads, slots)
     sites = (
         sort_sites(problem, inputs.leaves, tuple(needs.leaves))
         if any(needs.leaves)
         else Sites((), (), -1, (), (), ())
     )
+    kind = (
+        problem.spec.text, problem.options, problem.dtype, s.head_dim, s.head_dim_v, slots, call.layout[1:], call.tiles,
+        call.tma, call.device, needs,
+    )  # fmt: skip
+    if kind not in _known:
+        # Once without a launch, to see which kernels there are, so that they are compiled side by side.
+        call.ahead = []
+        _run(call, sites, needs)
+        kernel_launchers(call.ahead)
+        call.ahead = None
+        _known.add(kind)
+    return _run(call, sites, needs)
+
+
+def _run(call: Call, sites: Sites, needs: Needs) -> Gradients:
+    inputs = call.inputs
     call.prepare()
     leaves = LeafGradients(call, sites, needs)
     dq = dk = dv = None
@@ -364,31 +390,5 @@ def backward(
         dq, sums = call.row_gradients(sites.rows, sites.pair, leaves.pair_target)
         leaves.add_tokens(sites.rows, sums, rows=True)
     leaves.add_others()
-    sink = _sink_gradient(call) if needs.sink and inputs.sink is not None else None
+    sink = sink_gradient(call) if needs.sink and inputs.sink is not None else None
     return Gradients(dq, dk, dv, leaves.finish(), sink)
-
-
-def _nothing(inputs: Inputs, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Gradients:
-    """No pair: every gradient is 0, except the sink's where its own weight is all there is."""
-    zeros = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (inputs.q, inputs.k, inputs.v)]
-    leaves = tuple(
-        torch.zeros_like(x) if need else None for x, need in zip(inputs.leaves, needs.leaves, strict=True)
-    )
-    sink = None
-    if needs.sink and inputs.sink is not None:
-        sink = torch.zeros_like(inputs.sink)
-        if dlse is not None and dlse.numel():
-            over = (1,) if lse.ndim == 2 else (0, 2)
-            sink = torch.where(lse == -math.inf, 0.0, dlse).sum(over).to(sink.dtype)
-    return Gradients(*zeros, leaves, sink)
-
-
-def _sink_gradient(call: Call) -> Tensor:
-    """The sink is a key with value 0: ds = -p delta, summed over rows and batch entries."""
-    s, sink = call.problem.shape, call.inputs.sink
-    shape = (1 if call.varlen else s.batch, s.num_heads_q, s.seqlen_q)
-    m, low, delta = (t.view(shape) for t in call.rows)
-    logit = sink.detach().to(torch.float32).view(1, -1, 1)  # type: ignore[union-attr]
-    log2e = math.log2(math.e)
-    ds = torch.where(logit == -math.inf, 0.0, -torch.exp2((logit - m) * log2e - low) * delta)
-    return ds.sum((0, 2)).to(sink.dtype)  # type: ignore[union-attr]

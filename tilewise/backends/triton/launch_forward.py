@@ -11,9 +11,10 @@ import torch
 from tilewise.backends.triton import tiles as choice
 from tilewise.backends.triton.compile import Build, types_of
 from tilewise.backends.triton.launch import (
+    Wanted,
     dropout_numbers,
     four_strides,
-    kernel_launcher,
+    kernel_launchers,
     per_batch,
     plain_launcher,
     precision_of,
@@ -246,12 +247,13 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     )
     types = types_of(names, values, argument_types(FORWARD, slots))
     build = Build(types, aligned, (*constants, ("CARE", care), ("RATIO", 1)), tiles.warps, tiles.stages)
-    run = kernel_launcher(problem, slots, FORWARD, build, device, (FORWARD, AGAIN))
-    again, ratio = None, tiles.block_m // CARE_M
+    wanted = [Wanted(problem, slots, FORWARD, build, device, (FORWARD, AGAIN))]
     if care == "flag":
         low = tuple((name, CARE_M if name == "BLOCK_M" else value) for name, value in constants)
+        ratio = tiles.block_m // CARE_M
         build = Build(types, aligned, (*low, ("CARE", "again"), ("RATIO", ratio)), 4, 1)
-        again = kernel_launcher(problem, slots, AGAIN, build, device, (FORWARD, AGAIN))
+        wanted.append(Wanted(problem, slots, AGAIN, build, device, (FORWARD, AGAIN)))
+    run, again = (*kernel_launchers(wanted), None)[:2]
     rows = choice.row_tiles(problem, tiles)
     heads = problem.shape.num_heads_kv if tiles.packed else problem.shape.num_heads_q
     units = heads if problem.options.layout == "varlen" else problem.shape.batch * heads

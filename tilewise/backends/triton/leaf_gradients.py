@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
+from tilewise.backends.protocol import Gradients
 from tilewise.backends.triton.leaf_sums import Places, Sites
 from tilewise.backends.triton.source import derivative_roots
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
     from tilewise.backends.protocol import Needs
     from tilewise.backends.triton.launch_backward import Call
+    from tilewise.problem import Inputs
 
 
 class LeafGradients:
@@ -85,3 +88,29 @@ class LeafGradients:
         if self.pair_target is not None:
             found[self.pair_slot] = self.pair_target
         return tuple(found)
+
+
+def sink_gradient(call: Call) -> Tensor:
+    """The sink is a key with value 0: ds = -p delta, summed over rows and batch entries."""
+    s, sink = call.problem.shape, call.inputs.sink
+    shape = (1 if call.varlen else s.batch, s.num_heads_q, s.seqlen_q)
+    m, low, delta = (t.view(shape) for t in call.rows)
+    logit = sink.detach().to(torch.float32).view(1, -1, 1)  # type: ignore[union-attr]
+    log2e = math.log2(math.e)
+    ds = torch.where(logit == -math.inf, 0.0, -torch.exp2((logit - m) * log2e - low) * delta)
+    return ds.sum((0, 2)).to(sink.dtype)  # type: ignore[union-attr]
+
+
+def no_pairs(inputs: Inputs, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Gradients:
+    """No pair: every gradient is 0, except the sink's where its own weight is all there is."""
+    zeros = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (inputs.q, inputs.k, inputs.v)]
+    leaves = tuple(
+        torch.zeros_like(x) if need else None for x, need in zip(inputs.leaves, needs.leaves, strict=True)
+    )
+    sink = None
+    if needs.sink and inputs.sink is not None:
+        sink = torch.zeros_like(inputs.sink)
+        if dlse is not None and dlse.numel():
+            over = (1,) if lse.ndim == 2 else (0, 2)
+            sink = torch.where(lse == -math.inf, 0.0, dlse).sum(over).to(sink.dtype)
+    return Gradients(*zeros, leaves, sink)

@@ -77,7 +77,8 @@ def prepare_program(
         q_base = q_ptr + (b_wide * q_b + h_wide * q_h + row0 * q_n) * STEP
         k_base = k_ptr + (b_wide * k_b + g_wide * k_h + key0 * k_n) * STEP
         v_base = v_ptr + (b_wide * v_b + g_wide * v_h + key0 * v_n) * STEP
-        q = load_tile(q_base, rows, q_n, q_d, size_d, own, True, D_PAD, EVEN, STEP, UNIT)
+        # Read only where it is needed: as a rule it is not.
+        q = load_tile(q_base, rows, q_n, q_d, size_d, own & (exact > 0), True, D_PAD, EVEN, STEP, UNIT)
         do = do.to(q.dtype)
         seed = 0
         if DROPOUT:

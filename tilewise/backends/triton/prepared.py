@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from tilewise.backends.triton.compile import Launcher
 from tilewise.backends.triton.direct import Direct
@@ -16,9 +19,22 @@ from tilewise.backends.triton.layout import describe
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
-
     from tilewise.problem import Inputs, Problem
+
+
+UNREAD = 1 << 16
+"""Entries of the memory, one a device and never freed, into which short calls write an lse that nobody asked for."""
+
+
+@functools.lru_cache(maxsize=32)
+def _unread(device: int) -> int:
+    """Address of that memory."""
+    memory = torch.empty(UNREAD, dtype=torch.float32, device=torch.device("cuda", device))
+    _kept.append(memory)
+    return memory.data_ptr()
+
+
+_kept: list[Tensor] = []
 
 
 def prepare(problem: Problem, inputs: Inputs) -> Prepared | None:
@@ -44,9 +60,11 @@ class Prepared:
     def __init__(self, recipe: Recipe, inputs: Inputs) -> None:
         problem = recipe.problem
         self.direct = Direct(recipe.run, recipe.types, recipe.values)
-        self.again = None if recipe.again is None else Direct(recipe.again, recipe.types, recipe.values)
+        self.again = None
+        if recipe.again is not None:
+            self.again = Direct(recipe.again, recipe.types, recipe.values, self.direct)
         self.flag = self.direct.slots.get(FLAG, 0)
-        self.recipe, self.grid = recipe, recipe.grid
+        self.recipe, self.grid, self.aligned = recipe, recipe.grid, recipe.aligned
         self.out_shape, self.out_strides = problem.out_shape, recipe.out_strides
         self.lse_shape, self.out_dtype = problem.lse_shape, problem.out_dtype
         self.device, self.index = inputs.q.device, inputs.q.get_device()
@@ -55,6 +73,12 @@ class Prepared:
         self.extra = [self.direct.slots[at] for at in leaf_at]
         if inputs.sink is not None:
             self.extra.append(self.direct.slots[AT["sink_ptr"]])
+        like = torch.empty_like(inputs.q)
+        self.like_q = (like.shape, like.stride(), like.dtype) == (
+            self.out_shape, self.out_strides, self.out_dtype
+        )  # fmt: skip
+        lse_size = math.prod(self.lse_shape)
+        self.unread = _unread(self.index) if lse_size <= UNREAD else None
         self.aligned_leaves = [layout.step > 1 for layout in recipe.slots.leaves]
         self.others = inputs
 
@@ -63,7 +87,7 @@ class Prepared:
     ) -> tuple[Tensor, Tensor | None]:
         """(out, lse); see `protocol.Prepared`."""
         addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr())
-        fits = not (self.recipe.aligned and (addresses[0] | addresses[1] | addresses[2]) & 15)
+        fits = not (self.aligned and (addresses[0] | addresses[1] | addresses[2]) & 15)
         if fits and extra:
             fits = all(t.is_contiguous() for t in extra[len(self.aligned_leaves) :])
             pairs = zip(extra, self.aligned_leaves, strict=False)
@@ -72,18 +96,25 @@ class Prepared:
             fits = fits and self.precision == precision_of(torch.float32)
         if not fits or torch._C._cuda_getDevice() != self.index:
             return self._elsewhere(q, k, v, extra)
-        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=self.out_dtype, device=self.device)
-        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
+        if self.like_q:
+            out = torch.empty_like(q)
+        else:
+            out = torch.empty_strided(
+                self.out_shape, self.out_strides, dtype=self.out_dtype, device=self.device
+            )
+        lse = None
+        if want_lse or self.unread is None:
+            lse = q.new_empty(self.lse_shape, dtype=torch.float32)
         block = self.direct.block()
         words = block.words
         words[0], words[1], words[2] = addresses
-        words[3], words[4] = out.data_ptr(), lse.data_ptr()
+        words[3], words[4] = out.data_ptr(), self.unread if lse is None else lse.data_ptr()
         for at, t in zip(self.extra, extra, strict=False):
             words[at] = t.data_ptr()
         if self.again is None:
             self.direct(self.grid, block)
         else:
-            flags = torch.empty(self.grid, dtype=torch.int32, device=self.device)
+            flags = q.new_empty((self.grid,), dtype=torch.int32)
             words[self.flag] = flags.data_ptr()
             self.direct(self.grid, block)
             self.again(-(-self.grid // NOTES), block)

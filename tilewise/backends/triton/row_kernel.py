@@ -48,12 +48,15 @@ def absorb_keys(
         j0 = t * BLOCK_N
         columns = j0 + tl.arange(0, BLOCK_N)
         inside = columns < n_k
-        if MASKED and HAS_MASK:
-            inside = inside & (classify(i0, i1, columns, columns, q_offset, k_offset, b, h, h, g, data) != 0)
-        if TMA and not MASKED:
+        if TMA:
             k = k_desc.load([b_desc, g, start + j0, 0]).reshape(BLOCK_N, D_PAD)
             v = v_desc.load([b_desc, g, start + j0, 0]).reshape(BLOCK_N, DV_PAD)
         else:
+            if MASKED and HAS_MASK:
+                # What surely no row of the tile may see is not read: padding may hold anything.
+                inside = inside & (
+                    classify(i0, i1, columns, columns, q_offset, k_offset, b, h, h, g, data) != 0
+                )
             k = load_tile(k_ptr, columns, k_n, k_d, size_d, inside, MASKED, D_PAD, EVEN, STEP, UNIT)
             v = load_tile(v_ptr, columns, v_n, v_d, size_dv, inside, MASKED, DV_PAD, EVEN_V, STEP, UNIT)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -64,7 +67,8 @@ def absorb_keys(
             s, m[:, None], low[:, None], scale, i, j, q_pos, k_pos, b, h, g, data, derive, HAS_TERMS, CAREFUL
         )
         if MASKED:
-            visible = inside[None, :] & (i < n_q)
+            # Rows past the end have m = +inf.
+            visible = inside[None, :]
             if HAS_MASK:
                 visible = visible & keep(s, i, j, q_pos, k_pos, b, h, g, data)
             if CAREFUL:
@@ -163,34 +167,34 @@ def row_tile(
         while chunk < end:
             stop = tl.minimum(chunk + CHUNK, end)
             last_column = tl.minimum(stop * BLOCK_N, n_k) - 1
-            dead = (
-                classify_coarse(i0, i1, chunk * BLOCK_N, last_column, q_offset, k_offset, b, h, h, g, data)
-                == 0
-            )
-            at = tl.where(dead, stop, chunk)
-            t = chunk + tl.arange(0, CHUNK)
-            high = tl.minimum(t * BLOCK_N + BLOCK_N, n_k) - 1
-            kind = classify(i0, i1, t * BLOCK_N, high, q_offset, k_offset, b, h, h, g, data) + tl.zeros_like(
-                t
-            )
-            kind = tl.where(t * BLOCK_N + BLOCK_N > n_k, tl.minimum(kind, 1), kind)
-            kind = tl.where(t < stop, kind, 0)
-            while at < stop:
-                first = tl.min(tl.where((t >= at) & (kind != 0), t, stop), 0)
-                middle = tl.min(tl.where((t >= first) & (kind != 2), t, stop), 0)
-                at = tl.min(tl.where((t >= middle) & (kind != 1), t, stop), 0)
-                dq, sums = absorb_keys(
-                    dq, sums, q, do, m, low, delta, first, middle, k_base, v_base, pair_base, k_desc, v_desc,
-                    tensor_b, key0, k_n, k_d, v_n, v_d, pair_i, pair_j, size_d, size_dv, n_q, n_k, i, q_pos, i0, i1,
-                    q_offset, k_offset, b, h, g, scale, seed, threshold, drop_factor, h + h_offset, b + b_offset,
-                    data, derive, keep, classify, False, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, PAIR,
-                    PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
-                dq, sums = absorb_keys(
-                    dq, sums, q, do, m, low, delta, middle, at, k_base, v_base, pair_base, k_desc, v_desc, tensor_b,
-                    key0, k_n, k_d, v_n, v_d, pair_i, pair_j, size_d, size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset,
-                    k_offset, b, h, g, scale, seed, threshold, drop_factor, h + h_offset, b + b_offset, data,
-                    derive, keep, classify, True, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, PAIR,
-                    PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+            live = classify_coarse(i0, i1, chunk * BLOCK_N, last_column, q_offset, k_offset, b, h, h, g, data)
+            if live != 0:
+                at = chunk
+                t = chunk + tl.arange(0, CHUNK)
+                high = tl.minimum(t * BLOCK_N + BLOCK_N, n_k) - 1
+                kind = classify(
+                    i0, i1, t * BLOCK_N, high, q_offset, k_offset, b, h, h, g, data
+                ) + tl.zeros_like(t)
+                kind = tl.where(t * BLOCK_N + BLOCK_N > n_k, tl.minimum(kind, 1), kind)
+                kind = tl.where(t < stop, kind, 0)
+                while at < stop:
+                    first = tl.min(tl.where((t >= at) & (kind != 0), t, stop), 0)
+                    middle = tl.min(tl.where((t >= first) & (kind != 2), t, stop), 0)
+                    at = tl.min(tl.where((t >= middle) & (kind != 1), t, stop), 0)
+                    dq, sums = absorb_keys(
+                        dq, sums, q, do, m, low, delta, first, middle, k_base, v_base, pair_base, k_desc, v_desc,
+                        tensor_b, key0, k_n, k_d, v_n, v_d, pair_i, pair_j, size_d, size_dv, n_q, n_k, i, q_pos, i0, i1,
+                        q_offset, k_offset, b, h, g, scale, seed, threshold, drop_factor, h + h_offset, b + b_offset,
+                        data, derive, keep, classify, False, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, PAIR,
+                        PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
+                        TMA)  # fmt: skip
+                    dq, sums = absorb_keys(
+                        dq, sums, q, do, m, low, delta, middle, at, k_base, v_base, pair_base, k_desc, v_desc, tensor_b,
+                        key0, k_n, k_d, v_n, v_d, pair_i, pair_j, size_d, size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset,
+                        k_offset, b, h, g, scale, seed, threshold, drop_factor, h + h_offset, b + b_offset, data,
+                        derive, keep, classify, True, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, PAIR,
+                        PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
+                        TMA)  # fmt: skip
             chunk = stop
     else:
         middle = tl.minimum(n_k // BLOCK_N, end)
