@@ -123,6 +123,10 @@ class Cpu:
         if problem.needs_grad:
             workspace = max(schedule.workspace_bytes, launch_backward.workspace_bytes(problem))
             schedule = replace(schedule, workspace_bytes=workspace)
+        if problem.options.pages:
+            schedule = replace(
+                schedule, notes=(*schedule.notes, "the backward of a cache is done by blockwise")
+            )
         return schedule
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
