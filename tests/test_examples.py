@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,15 @@ def test_every_example_has_a_page_entry_and_a_docstring():
     for name in NAMES:
         assert f"examples/{name}.py" in page
         assert f"python examples/{name}.py" in load(name).__doc__
+
+
+def test_the_rates_on_the_page_are_those_of_the_results():
+    """The GPT's line of a quiet machine: tokens per second of both, and how far curves lie apart."""
+    path = FOLDER.parent / "benchmarks" / "results" / "gpt.jsonl"
+    page = (FOLDER.parent / "docs" / "examples.md").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    cpu = [line for line in lines if line["options"]["device"] == "cpu"]
+    assert cpu
+    for kind in ("tilewise", "sdpa"):
+        assert f"{cpu[-1][kind]['tokens_per_second']:,.0f}".replace(",", " ") in page
+    assert all(line["attention_gap"] < 1e-3 * line["seed_gap"] for line in cpu)

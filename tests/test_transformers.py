@@ -166,6 +166,9 @@ def test_gradient_checkpointing():
         assert all(torch.equal(plain[key], again[key]) for key in plain)
 
 
+COMPILED = ("llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "llama4", "bert", "modernbert")
+
+
 def count_graphs(model, lengths, **inputs_of):
     """(graphs compiled, largest difference to eager code) over calls of several lengths."""
     from torch._dynamo.testing import CompileCounter
@@ -183,7 +186,7 @@ def count_graphs(model, lengths, **inputs_of):
 
 
 @pytest.mark.parametrize(
-    "name", ["mistral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gemma3", "bert"))]
+    "name", ["mistral", *(pytest.param(name, marks=pytest.mark.slow) for name in COMPILED)]
 )
 def test_a_compiled_model_has_no_graph_break_and_at_most_two_recompiles(name):
     """With padding and, for mistral, a window: forward only, ten lengths."""
