@@ -215,14 +215,3 @@ def join_warps(acc, m, l):  # noqa: E741
     top = tl.max(m, 0)
     weight = tl.exp2(m - tl.where(top == -float("inf"), 0.0, top)[None, :])
     return tl.sum(acc * weight[:, :, None], 0), top, tl.sum(l * weight, 0)
-
-
-@triton.jit
-def ask_ahead(base, stride, first, n_k, COUNT: tl.constexpr):
-    """Ask the second-level cache for rows of 256 bytes."""
-    at = tl.arange(0, 2 * COUNT)
-    row = tl.minimum(first + at // 2, n_k - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [base + row.to(tl.int64) * stride + at % 2 * 64],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip

@@ -65,16 +65,20 @@ class Triton:
         return [*_device_reasons(problem), *_shape_reasons(problem)]
 
     def plan(self, problem: Problem) -> Schedule:
-        from tilewise.backends.triton import launch_forward
+        from tilewise.backends.triton import backward_tiles, decode_plan, launch_forward
         from tilewise.backends.triton.machine import INTERPRETED, machine_of
         from tilewise.backends.triton.tiles import heads_abreast
 
         here = torch.cuda.is_available() and not _interpreting()
         machine = machine_of(torch.cuda.current_device()) if here else INTERPRETED
+        if problem.options.pages or decode_plan.is_decoding(problem):
+            return decode_plan.schedule(problem, machine)
         tiles, (splits, _) = launch_forward.schedule(problem, machine)
         s = problem.shape
         lines = s.num_heads_q * s.seqlen_q * (1 if problem.options.layout == "varlen" else s.batch)
         workspace = 4 * splits * lines * (s.head_dim_v + 1) if splits > 1 else 0
+        if problem.needs_grad:
+            workspace = max(workspace, backward_tiles.workspace_bytes(problem))
         notes = ("rows of a tile are those of a group of heads",) if tiles.packed else ()
         abreast = heads_abreast(problem, tiles, machine)
         return Schedule(
@@ -84,15 +88,18 @@ class Triton:
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """(out, lse). A leaf of a type that kernels do not read sends the call to the reference."""
-        from tilewise.backends.triton import launch_forward
+        from tilewise.backends.triton import launch_decode, launch_forward
 
-        found = launch_forward.forward(problem, inputs)
+        launch = launch_decode if launch_decode.takes(problem, inputs) else launch_forward
+        found = launch.forward(problem, inputs)
         return self._exact.forward(problem, inputs) if found is None else found
 
     def prepare(self, problem: Problem, inputs: Inputs) -> Prepared | None:
         """A function for calls like this one (`tilewise.quick`); None where the long way is as good."""
-        from tilewise.backends.triton import prepared
+        from tilewise.backends.triton import launch_decode, prepared, prepared_decode
 
+        if launch_decode.takes(problem, inputs):
+            return prepared_decode.prepare(problem, inputs)
         return prepared.prepare(problem, inputs)
 
     def backward(
@@ -103,13 +110,13 @@ class Triton:
         grads: tuple[Tensor, Tensor | None],
         needs: Needs,
     ) -> Gradients:
-        """All gradients. A leaf of a type that kernels do not read, and under `deterministic` one whose sums would
-        have no order, send the call to the reference."""
+        """All gradients. Pools of pages, a leaf of a type that kernels do not read, and under `deterministic` one
+        whose sums would have no order, send the call to the reference."""
         from tilewise.backends.triton import launch_backward
         from tilewise.backends.triton.layout import describe
 
         slots = describe(problem.spec, inputs.leaves)
-        if slots is None or (
+        if slots is None or problem.options.pages or (
             problem.options.deterministic and launch_backward.needs_atomics(problem, inputs, needs)
         ):
             return self._exact.backward(problem, inputs, saved, grads, needs)
@@ -131,9 +138,9 @@ def _device_reasons(problem: Problem) -> list[Reason]:
 def _shape_reasons(problem: Problem) -> list[Reason]:
     reasons, s = [], problem.shape
     if problem.options.pages:
-        reasons.append(
-            Reason("keys in pages", "a cache", "plain tensors", "Caches run on 'blockwise' or 'auto'.")
-        )
+        from tilewise.backends.triton import decode_plan
+
+        reasons += decode_plan.reasons_against(problem)
     if problem.dtype not in DTYPES:
         name = str(problem.dtype).removeprefix("torch.")
         reasons.append(

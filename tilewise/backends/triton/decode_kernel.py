@@ -14,7 +14,7 @@ Source: Dao et al., Flash-Decoding, 2023; the merge is the monoid of `tilewise.s
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton.absorb_kernel import absorb, ask_ahead, join_warps, nothing_seen
+from tilewise.backends.triton.absorb_kernel import absorb, join_warps, nothing_seen
 from tilewise.backends.triton.forward_kernel import (
     CARE_N,
     CHUNK,
@@ -26,9 +26,6 @@ from tilewise.backends.triton.forward_kernel import (
 )
 from tilewise.backends.triton.pages import table_row
 from tilewise.backends.triton.words import LN2, LOG2E
-
-LINES = tl.constexpr(32)
-"""Splits whose maxima are read at once."""
 
 
 @triton.jit
@@ -84,7 +81,7 @@ def decode_part(
     PAGING: tl.constexpr, SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
     STEP_Q: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EVICT: tl.constexpr, MERGE: tl.constexpr,
-    MERGED: tl.constexpr, AHEAD: tl.constexpr, WARPS: tl.constexpr, SINGLE: tl.constexpr, CARE: tl.constexpr,
+    MERGED: tl.constexpr, WARPS: tl.constexpr, SINGLE: tl.constexpr, CARE: tl.constexpr,
     RATIO: tl.constexpr,
 ):  # fmt: skip
     """One split of a unit, if it has keys: its part of the result, or all of it where it is the only one.
@@ -116,11 +113,6 @@ def decode_part(
     v_base = v_ptr + tl.cast(g, tl.int64) * v_h * STEP
     begin = first_tile + split * each
     end = tl.where(i0 < n_q, tl.minimum(begin + each, tl.cdiv(n_k, BLOCK_N)), begin)
-    if AHEAD and PAGING == "whole":
-        # The first keys are on their way while the queries come.
-        at_page = tl.cast(page0, tl.int64)
-        ask_ahead(k_base + at_page * k_p * STEP, k_n * STEP, begin * BLOCK_N, n_k, AHEAD * BLOCK_N)
-        ask_ahead(v_base + at_page * v_p * STEP, v_n * STEP, begin * BLOCK_N, n_k, AHEAD * BLOCK_N)
     d = tl.arange(0, D_PAD)
     q_rows = tl.cast(sequence, tl.int64) * q_b + (row0 + row).to(tl.int64) * q_n + h_rows.to(tl.int64) * q_h
     q_columns = d if UNIT else d.to(tl.int64) * q_d * STEP_Q
@@ -225,26 +217,25 @@ def decode_part(
 @triton.jit
 def merge_parts(part_ptr, part_lse_ptr, unit, units, live, r, ROWS: tl.constexpr, COUNT: tl.constexpr,
                 DV_PAD: tl.constexpr, MERGED: tl.constexpr):  # fmt: skip
-    """(acc, m, l) of COUNT rows r of a unit from `live` splits,
-    added one by one; MERGED of them are loaded at once."""
-    top = tl.full([COUNT], -float("inf"), tl.float32)
-    for start in range(0, live, LINES):
-        split = start + tl.arange(0, LINES)
-        line = (split.to(tl.int64) * units + unit)[:, None] * ROWS + r[None, :]
-        part_m = tl.load(
-            part_lse_ptr + 2 * line, mask=(split < live)[:, None] & (r >= 0)[None, :], other=-float("inf"),
-            cache_modifier=".cg",
-        )  # fmt: skip
-        top = tl.maximum(top, tl.max(part_m, 0))
-    pivot = tl.where(top == -float("inf"), 0.0, top)
+    """(acc, m, l) of COUNT rows r of a unit from `live` splits, in their order; MERGED of them are loaded at once."""
+    m = tl.full([COUNT], -float("inf"), tl.float32)
     l = tl.zeros([COUNT], tl.float32)  # noqa: E741
     acc = tl.zeros([COUNT, DV_PAD], tl.float32)
     d = tl.arange(0, DV_PAD)
     for start in range(0, live, MERGED):
+        top = m
         for ahead in tl.static_range(MERGED):
-            split = start + ahead
-            line = (tl.cast(split, tl.int64) * units + unit) * ROWS + r
-            there = (r >= 0) & (split < live)
+            line = (tl.cast(start + ahead, tl.int64) * units + unit) * ROWS + r
+            there = (r >= 0) & (start + ahead < live)
+            part_m = tl.load(part_lse_ptr + 2 * line, mask=there, other=-float("inf"), cache_modifier=".cg")
+            top = tl.maximum(top, part_m)
+        pivot = tl.where(top == -float("inf"), 0.0, top)
+        alpha = tl.exp2(m - pivot)
+        l *= alpha  # noqa: E741
+        acc *= alpha[:, None]
+        for ahead in tl.static_range(MERGED):
+            line = (tl.cast(start + ahead, tl.int64) * units + unit) * ROWS + r
+            there = (r >= 0) & (start + ahead < live)
             part_m = tl.load(part_lse_ptr + 2 * line, mask=there, other=-float("inf"), cache_modifier=".cg")
             part_l = tl.load(part_lse_ptr + 2 * line + 1, mask=there, other=0.0, cache_modifier=".cg")
             part = tl.load(
@@ -253,7 +244,8 @@ def merge_parts(part_ptr, part_lse_ptr, unit, units, live, r, ROWS: tl.constexpr
             weight = tl.exp2(part_m - pivot)
             l += part_l * weight  # noqa: E741
             acc += part * weight[:, None]
-    return acc, top, l
+        m = top
+    return acc, m, l
 
 
 @triton.jit
@@ -295,7 +287,7 @@ def decode_program(
     PAGING: tl.constexpr, SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
     STEP_Q: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EVICT: tl.constexpr, MERGE: tl.constexpr,
-    MERGED: tl.constexpr, AHEAD: tl.constexpr, WARPS: tl.constexpr, SINGLE: tl.constexpr, CARE: tl.constexpr,
+    MERGED: tl.constexpr, WARPS: tl.constexpr, SINGLE: tl.constexpr, CARE: tl.constexpr,
     RATIO: tl.constexpr,
 ):  # fmt: skip
     """One program of the decode launch: see the header. Strides are in units of STEP (k, v) and STEP_Q elements."""
@@ -314,7 +306,7 @@ def decode_program(
             ks_h, vs_p, vs_h, batch, units, heads, group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles, pages,
             page_size, page_shift, q_offset, k_offset, size_d, size_dv, scale, data, score, keep, classify,
             classify_coarse, HAS_MASK, HAS_TERMS, FUSED, LAST, VARLEN, PAGING, SCALES, BLOCK_M, BLOCK_N, ROWS, D_PAD,
-            DV_PAD, EVEN, EVEN_V, STEP, STEP_Q, UNIT, PRECISION, EVICT, MERGE, MERGED, AHEAD, WARPS, SINGLE, CARE,
+            DV_PAD, EVEN, EVEN_V, STEP, STEP_Q, UNIT, PRECISION, EVICT, MERGE, MERGED, WARPS, SINGLE, CARE,
             RATIO,
         )  # fmt: skip
     elif CARE == "flag":
@@ -333,7 +325,7 @@ def again_program(
     PAGING: tl.constexpr, SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
     STEP_Q: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EVICT: tl.constexpr, MERGE: tl.constexpr,
-    MERGED: tl.constexpr, AHEAD: tl.constexpr, WARPS: tl.constexpr, SINGLE: tl.constexpr, CARE: tl.constexpr,
+    MERGED: tl.constexpr, WARPS: tl.constexpr, SINGLE: tl.constexpr, CARE: tl.constexpr,
     RATIO: tl.constexpr,
 ):  # fmt: skip
     """One program of the launch after it: does the noted tiles among every NOTES again, in RATIO parts."""
@@ -355,7 +347,7 @@ def again_program(
                 ks_p, ks_h, vs_p, vs_h, batch, units, heads, group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles,
                 pages, page_size, page_shift, q_offset, k_offset, size_d, size_dv, scale, data, score, keep, classify,
                 classify_coarse, HAS_MASK, HAS_TERMS, FUSED, LAST, VARLEN, PAGING, SCALES, BLOCK_M, BLOCK_N, ROWS,
-                D_PAD, DV_PAD, EVEN, EVEN_V, STEP, STEP_Q, UNIT, PRECISION, EVICT, MERGE, MERGED, AHEAD, WARPS,
+                D_PAD, DV_PAD, EVEN, EVEN_V, STEP, STEP_Q, UNIT, PRECISION, EVICT, MERGE, MERGED, WARPS,
                 SINGLE, CARE, RATIO,
             )  # fmt: skip
         at = tl.min(tl.where(noted & (n > at), n, total), 0)

@@ -24,8 +24,9 @@ FEWEST_KEYS = 256
 """Keys of a split, at least."""
 INVARIANT_KEYS = 1024
 """Keys of a split under batch_invariant, counted in each sequence from its own first key."""
-MERGED_ELEMENTS = 1024
-"""Numbers of the splits' results that a warp loads at once."""
+MERGED_ELEMENTS = 2048
+"""Numbers of the splits' results that a warp loads at once, 64 registers of a thread."""
+MOST_MERGED = 16
 MOST_MERGED_ROWS = 64
 MOST_GROUP = 128
 """Query heads for each KV head of a packed call: a tile of rows holds at least one query row of all of them."""
@@ -36,7 +37,7 @@ CARE_M = 32
 class DecodePlan(NamedTuple):
     """block_m x block_n tiles; splits of the keys, of split_tiles tiles each (0: evenly); rows: query rows times
     heads in a tile, as a power of two; row_tiles: tiles of a KV head; merged: splits loaded at once when they are
-    merged; each: states of a tile, one for each warp, or 1; care, merge, evict, ahead: constants of the kernel."""
+    merged; each: states of a tile, one for each warp, or 1; care, merge and evict: constants of the kernel."""
 
     block_m: int
     block_n: int
@@ -51,7 +52,6 @@ class DecodePlan(NamedTuple):
     care: str = "none"
     merge: str = "here"
     evict: str = "evict_first"
-    ahead: int = 0
 
 
 def is_decoding(problem: Problem) -> bool:
@@ -124,8 +124,8 @@ def plan_of(problem: Problem, machine: Machine) -> DecodePlan:
     hides = problem.spec.keep is not None or problem.spec.score is not None
     care = "none" if not hides else "inline" if block_m <= CARE_M else "flag"
     merge = "later" if care == "flag" or rows > MOST_MERGED_ROWS else "here"
-    merged = max(1, min(8, MERGED_ELEMENTS * warps // (rows * dv)))
-    each = warps if block_m <= CARE_M and block_n >= 16 * warps and problem.dtype != torch.float32 else 1
+    merged = max(1, min(MOST_MERGED, MERGED_ELEMENTS * warps // (rows * dv)))
+    each = 1
     return DecodePlan(
         block_m, block_n, warps, stages, splits, split_tiles, rows, row_tiles, merged, each, care, merge
     )

@@ -47,7 +47,7 @@ DECODE = Entry(
     ("score", "keep", "classify", "classify_coarse"),
     (
         "HAS_MASK", "HAS_TERMS", "FUSED", "LAST", "VARLEN", "PAGING", "SCALES", "BLOCK_M", "BLOCK_N", "ROWS",
-        "D_PAD", "DV_PAD", "EVEN", "EVEN_V", "STEP", "STEP_Q", "UNIT", "PRECISION", "EVICT", "MERGE", "MERGED", "AHEAD",
+        "D_PAD", "DV_PAD", "EVEN", "EVEN_V", "STEP", "STEP_Q", "UNIT", "PRECISION", "EVICT", "MERGE", "MERGED",
         "WARPS", "SINGLE", "CARE", "RATIO",
     ),
 )  # fmt: skip
@@ -247,7 +247,7 @@ def _constants(
         ("BLOCK_M", plan.block_m), ("BLOCK_N", plan.block_n), ("ROWS", plan.rows), ("D_PAD", d), ("DV_PAD", dv),
         ("EVEN", d == s.head_dim), ("EVEN_V", dv == s.head_dim_v), ("STEP", steps[0]), ("STEP_Q", steps[1]),
         ("UNIT", unit), ("PRECISION", precision_of(problem.dtype)), ("EVICT", plan.evict), ("MERGE", plan.merge),
-        ("MERGED", plan.merged), ("AHEAD", plan.ahead), ("WARPS", plan.each), ("SINGLE", plan.row_tiles == 1),
+        ("MERGED", plan.merged), ("WARPS", plan.each), ("SINGLE", plan.row_tiles == 1),
     )  # fmt: skip
 
 
