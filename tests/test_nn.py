@@ -158,3 +158,30 @@ def test_options_out_of_range():
     with pytest.raises(tw.OptionError, match="offsets that are ints"):
         module(q, q, q, q_offset=torch.tensor([1]))
     torch.testing.assert_close(module(q, q, q, q_offset=5, k_offset=5), module(q, q, q))
+
+
+@pytest.mark.parametrize("kind", ["slots", "pages", "layer"])
+def test_caches_of_serving_stand_in_for_the_growing_one(kind):
+    """The same outputs from a KVCache and from pages, with rotary, norms, window, softcap and sink."""
+    layer = twnn.Attention(
+        mask=tw.causal(),
+        window=(6, 0),
+        softcap=5.0,
+        sink_heads=4,
+        rotary=twnn.Rotary(8),
+        qk_norm=16,
+        backend="blockwise",
+    ).eval()
+    growing, options = twnn.Cache(), {}
+    if kind == "slots":
+        cache = tw.KVCache.allocate(2, 2, 32, 16)
+    else:
+        pages = tw.PagedKVCache(20, 4, 2, 16, num_layers=2 if kind == "layer" else 1)
+        options = {"sequences": [pages.new_sequence(), pages.new_sequence()]}
+        cache = pages.layer(1) if kind == "layer" else pages
+    with torch.no_grad():
+        for n in (5, 1, 3):
+            q, k, v = torch.randn(2, 4, n, 16), torch.randn(2, 2, n, 16), torch.randn(2, 2, n, 16)
+            want = layer(q, k, v, cache=growing)
+            torch.testing.assert_close(layer(q, k, v, cache=cache, **options), want, atol=1e-5, rtol=1e-5)
+    assert growing.kv.lengths.tolist() == [9, 9]

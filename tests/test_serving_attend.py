@@ -336,7 +336,7 @@ def test_no_room_is_an_error_before_anything_is_written():
     with pytest.raises(tw.ShapeError, match="page 0 of sequence 1 is 9"):
         attention_with_cache(q, view)
     view = CacheView(cache.k, cache.v, torch.tensor([1, 99], dtype=torch.int32))
-    with pytest.raises(tw.ShapeError, match="seqused_k is from 0 to 8"):
+    with pytest.raises(tw.ShapeError, match="from 0 to 8"):
         attention_with_cache(q, view)
     assert torch.equal(cache.k, kept) and cache.lengths.tolist() == [5, 5]
 
@@ -367,6 +367,18 @@ def test_arguments_that_do_not_fit():
     attention_with_cache(q, cache, k, v, rotary=long)
     with pytest.raises(tw.ShapeError, match="tables have 3 rows"):
         attention_with_cache(q, cache, k, v, rotary=long)
+
+
+def test_edges_that_leave_their_tokens(kind):
+    held = kind(batch=2)
+    q, k, v = torch.randn(5, H, D), torch.randn(5, G, D), torch.randn(5, G, D)
+    for edges in ([0, 3, 9], [0, 4, 3], [-1, 2, 5]):
+        with pytest.raises(tw.ShapeError, match="rises"):
+            attention_with_cache(q, held.cache, k, v, cu_seqlens_q=edges, **held.more)
+    for _ in range(3):  # the third is of a kind that was made before
+        attention_with_cache(q, held.cache, k, v, cu_seqlens_q=[0, 3, 5], **held.more)
+    with pytest.raises(tw.ShapeError, match="rises"):
+        attention_with_cache(q, held.cache, cu_seqlens_q=[0, 3, 9], **held.more)
 
 
 def test_out_is_written(kind):

@@ -143,3 +143,19 @@ def test_the_append_op_says_what_it_does():
     assert torch.equal(pools[1][2, :, :3], v[0]) and torch.equal(pools[1][1, :, 4:7], v[1])
     with pytest.raises(tw.ShapeError, match="room for 8"):
         op(k, v, *pools, lengths + 2, *plain[5:])
+
+
+def test_explain_knows_pages():
+    """The plan of a read of pages: its backend, its tiles up to the lengths, the reasons of the others."""
+    pool, pages = torch.zeros(6, 2, 16, 32), torch.tensor([[3, 1, 0], [5, 2, 4]])
+    given = {"pages": True, "block_table": pages, "seqused_k": torch.tensor([40, 7]), "mask": tw.causal()}
+    plan = tw.explain(torch.zeros(2, 4, 1, 32), pool, pool, backend="blockwise", **given)
+    assert plan.backend == "blockwise" and plan.problem["seqlen_k"] == 48 and plan.pairs[1] == 47
+    packed = torch.zeros(5, 4, 32), {"cu_seqlens_q": torch.tensor([0, 2, 5])}
+    plan = tw.explain(packed[0], pool, pool, **given, **packed[1])
+    assert plan.problem["batch"] == 2 and plan.pairs[1] == 2 * 40 + 3 * 7 and plan.flops > 0
+    assert all(
+        reasons or name == plan.backend
+        for name, reasons in plan.candidates
+        if name in ("triton", plan.backend)
+    )

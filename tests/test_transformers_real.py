@@ -131,3 +131,27 @@ def test_minilm_embeddings_and_gradients():
             return model(**given).last_hidden_state[given["attention_mask"].bool()].square().sum()
 
         hold_gradients(model, loss)
+
+
+@pytest.fixture
+def chosen_by_itself():
+    compat.register("tilewise-auto")
+    yield "tilewise-auto"
+    compat.unregister("tilewise-auto")
+
+
+def test_generation_on_pages_from_a_long_prompt(smollm2, chosen_by_itself):
+    """4096 tokens, then 24 more: the same as with transformers' own cache and eager attention."""
+    model, tokenizer = smollm2
+    tokens, _ = demo_model.read_tokens(tokenizer, None, 4096)
+    options = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 24, "do_sample": False}
+    found = {}
+    for implementation, cache in (
+        ("eager", None),
+        (chosen_by_itself, compat.paged_cache(model, max_length=4120, page_size=16)),
+    ):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            found[implementation] = model.generate(tokens, past_key_values=cache, **options)
+    assert torch.equal(found["eager"], found[chosen_by_itself])
+    assert cache.get_seq_length() == 4119 and len(cache.pages.pages(cache.sequences[0])) == 258

@@ -239,7 +239,8 @@ def _lengths(cu_seqlens: Tensor) -> list[int]:
     return [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
 
 
-def _check_cu_seqlens(name: str, t: Tensor | None, tokens: str, total: int) -> None:
+def check_cu_seqlens(name: str, t: Tensor | None, tokens: str, total: int) -> None:
+    """Raise ShapeError for edges of sequences that fall or leave their `total` tokens; looked at on the CPU."""
     if t is None or t.device.type != "cpu":
         return
     edges = t.tolist()
@@ -256,6 +257,12 @@ def _check_used(name: str, used: Tensor | None, cu_seqlens: Tensor | None) -> No
     for b, (u, n) in enumerate(zip(used.tolist(), _lengths(cu_seqlens), strict=True)):
         if not 0 <= u <= n:
             raise ShapeError(f"{name} is from 0 to the sequence's length\n  sequence {b}: {u} used of {n}")
+
+
+def can_look(t: Tensor) -> bool:
+    """Whether a tensor's numbers are there to be read, without a synchronisation and not by somebody who records."""
+    plain = type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu"
+    return plain and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
 
 
 def _most(lengths: Tensor | None, capacity: int) -> int | None:
@@ -303,8 +310,8 @@ def check_values(problem: Problem, inputs: Inputs) -> None:
     longest_q: int | None = shape.seqlen_q
     longest_k: int | None = shape.seqlen_k
     if problem.options.layout == "varlen":
-        _check_cu_seqlens("cu_seqlens_q", inputs.cu_seqlens_q, "T_q", shape.seqlen_q)
-        _check_cu_seqlens("cu_seqlens_k", inputs.cu_seqlens_k, "T_k", shape.seqlen_k)
+        check_cu_seqlens("cu_seqlens_q", inputs.cu_seqlens_q, "T_q", shape.seqlen_q)
+        check_cu_seqlens("cu_seqlens_k", inputs.cu_seqlens_k, "T_k", shape.seqlen_k)
         _check_used("seqused_q", inputs.seqused_q, inputs.cu_seqlens_q)
         _check_used("seqused_k", inputs.seqused_k, inputs.cu_seqlens_k)
     if problem.options.pages:

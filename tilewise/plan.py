@@ -16,7 +16,7 @@ from tilewise.dispatch import candidates, registry
 from tilewise.errors import OptionError, ShapeError
 from tilewise.problem import Inputs, Problem, decode_inputs, decode_problem
 from tilewise.spec.tiles import EMPTY, FULL, TileGrid, classify_tiles
-from tilewise.written import pack, write
+from tilewise.written import Cached, Packing, pack, write
 
 if TYPE_CHECKING:
     from tilewise.backends.reference.segments import Segment
@@ -124,7 +124,8 @@ def _meta(x: Tensor | tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 _DOOR_ONLY = ("return_lse", "out", "device", "dtype", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
-              "seqused_q", "seqused_k", "backward", "machine")  # fmt: skip
+              "seqused_q", "seqused_k", "backward", "machine", "pages", "block_table", "leftpad_k", "k_scale",
+              "v_scale")  # fmt: skip
 
 
 def explain(q: Any, k: Any, v: Any, **options: Any) -> Plan:
@@ -134,6 +135,8 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Plan:
         q, k, v: tensors, meta tensors, or shapes as tuples.
         options: those of the function, and for shapes and meta tensors dtype= (default float32) and
             device= (the device type asked about, default "cpu"). backward=True plans for a backward too.
+            pages=True: k and v are pools, read through block_table= (B, M), with seqused_k= and the like, as
+            `tilewise.serving.attend_pages` takes them.
             machine= a name of `tilewise.analysis.machines.MACHINES` whose roofs are asked about; default the one
             this process runs on, if the table has it.
 
@@ -144,8 +147,11 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Plan:
     q, k, v = (_meta(x, dtype) for x in (q, k, v))
     device = options.get("device") or ("cpu" if q.device.type == "meta" else q.device.type)
     used = {name: options[name] for name in options if name not in _DOOR_ONLY}
-    packing = None
-    if options.get("cu_seqlens_q") is not None:
+    packing: Packing | Cached | None = None
+    if options.get("pages"):
+        tensors_of = {name: options.get(name) for name in Cached._fields[:-1]}
+        packing = Cached(**tensors_of)  # type: ignore[arg-type]  # the last field is no tensor
+    elif options.get("cu_seqlens_q") is not None:
         maxima = options.get("max_seqlen_q"), options.get("max_seqlen_k")
         packing = pack(
             options["cu_seqlens_q"],
@@ -224,6 +230,11 @@ def _plan(problem: Problem, inputs: Inputs, machine: str | None) -> Plan:
     )  # fmt: skip
 
 
+def _packs_keys(problem: Problem) -> bool:
+    """Whether seqlen_k is the sum over the sequences; with pages it is what one of them can hold."""
+    return problem.options.layout == "varlen" and not problem.options.pages
+
+
 def _priced(problem: Problem, schedule: Schedule | None, counts: tuple[int, int]) -> Shape | None:
     """What the roofline prices: KV heads of all sequences, the query heads of a group folded into their rows."""
     visited, q_tokens = counts
@@ -232,7 +243,7 @@ def _priced(problem: Problem, schedule: Schedule | None, counts: tuple[int, int]
     if schedule is None or not visited:
         return None
     rows = q_tokens * problem.group // sequences
-    columns = shape.seqlen_k // (sequences if problem.options.layout == "varlen" else 1)
+    columns = shape.seqlen_k // (sequences if _packs_keys(problem) else 1)
     block_q = max(min(schedule.block_q, rows), 1)
     return Shape(
         shape.num_heads_kv * sequences, rows, columns, shape.head_dim, shape.head_dim_v,
@@ -258,7 +269,7 @@ def _ordinary(problem: Problem, every: int, q_tokens: int, itemsize: int) -> int
     """Traffic of ordinary attention over the same pairs; packed calls count their own pairs, not a padded square."""
     shape = problem.shape
     per_token = (shape.head_dim + shape.head_dim_v) * itemsize
-    k_tokens = shape.seqlen_k * (1 if problem.options.layout == "varlen" else shape.batch)
+    k_tokens = shape.seqlen_k * (1 if _packs_keys(problem) else shape.batch)
     one = bytes_ordinary(
         batch=1,
         num_heads_q=1,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.protocol import Append
-from tilewise.checks import check_pages
+from tilewise.checks import can_look, check_pages
 from tilewise.compat.flash_spelling import Pair, dense_view, locate
 from tilewise.errors import OptionError, ShapeError, message
 from tilewise.serving.append import append
@@ -120,9 +120,8 @@ def _check_step(step: Step, cache: Cache, rotary: Rotary | None) -> None:
         raise ShapeError(
             message("the cache has q's batch size, unless cache_batch_idx says where to look", given)
         )
-    if cache.k.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    _check_present(step, cache)
+    if can_look(cache.k):
+        _check_present(step, cache)
 
 
 def _check_present(step: Step, cache: Cache) -> None:

@@ -164,7 +164,7 @@ def _cached(
             "a paged cache has no position_bias\nLet transformers make the model's cache."
         )
     cap = options.get("softcap")
-    out = attention_with_cache(
+    out: Tensor = attention_with_cache(
         query, held.layer, key, value, sequences=held.sequences, mask=mask,
         scores=() if cap is None else softcap_term(cap), sink=options.get("s_aux"),
         dropout=options.get("dropout") or 0.0, scale=options.get("scaling"), q_offset=q_offset, k_offset=k_offset,

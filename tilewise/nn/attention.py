@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tilewise import checks
 from tilewise.api import attention
 from tilewise.errors import OptionError
+from tilewise.serving import CacheView, PagedKVCache, PagedLayer, attention_with_cache
 from tilewise.spec.masks import Mask, window
 from tilewise.spec.scores import ScoreTerm, as_terms, softcap
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from tilewise.nn.cache import Cache
     from tilewise.nn.rotary import Rotary
+    from tilewise.serving import RotaryTable
 
 
 class Attention(nn.Module):
@@ -53,11 +55,14 @@ class Attention(nn.Module):
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Tensor | None = None,
-        scores: ScoreTerm | Sequence[ScoreTerm] = (), cache: Cache | None = None, **options: Any,
+        scores: ScoreTerm | Sequence[ScoreTerm] = (),
+        cache: Cache | CacheView | PagedKVCache | PagedLayer | None = None, **options: Any,
     ) -> Any:  # fmt: skip
         """(B, H, N_q, D), (B, H_kv, N_k, D), (B, H_kv, N_k, D_v) -> (B, H, N_q, D_v); options as `attention`.
 
-        With a cache, k and v are those of the new tokens, and positions go on where the cache ends.
+        With a cache, k and v are those of the new tokens, and positions go on where the cache ends. A cache of
+        `tilewise.serving` (KVCache, PagedKVCache, ...) takes the options of `attention_with_cache`, `sequences` and
+        `cu_seqlens_q` among them.
         Raises as `attention`; OptionError for rotary with offsets that are tensors.
         """
         if self.mask is not None:
@@ -67,6 +72,11 @@ class Attention(nn.Module):
             terms = (softcap(self.softcap), *terms)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if isinstance(cache, (CacheView, PagedKVCache, PagedLayer)):
+            return attention_with_cache(
+                q, cache, k, v, rotary=self._table(cache), mask=mask, scores=terms, sink=self.sink, scale=self.scale,
+                backend=self.backend, dropout=self.dropout if self.training else 0.0, **options,
+            )  # fmt: skip
         if self.rotary is not None:
             q, k = self._turned(q, k, 0 if cache is None else cache.length, options)
         if cache is not None:
@@ -75,6 +85,14 @@ class Attention(nn.Module):
             q, k, v, mask=mask, scores=terms, sink=self.sink, scale=self.scale, backend=self.backend,
             dropout=self.dropout if self.training else 0.0, **options,
         )  # fmt: skip
+
+    def _table(self, cache: CacheView | PagedKVCache | PagedLayer) -> RotaryTable | None:
+        if self.rotary is None:
+            return None
+        cache = cache.cache if isinstance(cache, PagedLayer) else cache
+        return self.rotary.table(
+            cache.capacity if isinstance(cache, CacheView) else cache.max_length, cache.k.device
+        )
 
     def _turned(self, q: Tensor, k: Tensor, before: int, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """q and k turned at the positions that `attention` will give them."""

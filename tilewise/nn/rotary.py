@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.errors import OptionError, ShapeError, message
+from tilewise.serving import RotaryTable
 
 
 class Rotary(nn.Module):
@@ -29,6 +30,7 @@ class Rotary(nn.Module):
         if dim < 2 or dim % 2:
             raise OptionError(f"rotary turns pairs: dim is even and at least 2, not {dim}")
         self.dim, self.base, self.interleaved = dim, base, interleaved
+        self._table: RotaryTable | None = None
         powers = torch.arange(0, dim, 2, dtype=torch.float64) / dim
         self.register_buffer("inv_freq", base**-powers, persistent=False)
 
@@ -51,6 +53,15 @@ class Rotary(nn.Module):
             a, b = part.chunk(2, -1)
             turned = torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
         return torch.cat((turned.to(x.dtype), x[..., self.dim :]), -1)
+
+    def table(self, length: int, device: torch.device) -> RotaryTable:
+        """The angles of positions 0 to length - 1 in float32, for `attention_with_cache`; kept for the next call."""
+        kept = self._table
+        if kept is None or kept.cos.shape[0] < length or kept.cos.device != device:
+            self._table = kept = RotaryTable.make(
+                self.dim, length, base=self.base, interleaved=self.interleaved, device=device
+            )
+        return kept
 
     def extra_repr(self) -> str:
         return f"{self.dim}, base={self.base}, interleaved={self.interleaved}"

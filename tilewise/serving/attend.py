@@ -10,6 +10,7 @@ from torch import Tensor
 from tilewise import checks
 from tilewise.backends.protocol import Append
 from tilewise.errors import DTypeError, OptionError, ShapeError, message
+from tilewise.quick import is_compiling
 from tilewise.serving.append import append, check_new
 from tilewise.serving.cache import CacheView, KVCache
 from tilewise.serving.cascade import attend_cascade
@@ -32,16 +33,37 @@ if TYPE_CHECKING:
     from tilewise.spec.scores import ScoreTerm
 
 Edges = Tensor | list[int] | None
+MOST_FORMS = 256
 
 
 class _New(NamedTuple):
-    """The new tokens of a call: k (B, H_kv, N, D) or packed (T, H_kv, D) by `edges` (B + 1,), v alike."""
+    """The new tokens of a call: k (B, H_kv, N, D) or packed (T, H_kv, D) by `edges` (B + 1,), v alike; given: the
+    edges as the caller gave them."""
 
     k: Tensor
     v: Tensor
     edges: Tensor | None
-    counts: int | list[int] | None
-    """Tokens of each sequence, where the host knows them."""
+    given: Edges
+
+    def counts(self) -> int | list[int]:
+        """Tokens of each sequence, on the host.  Raises OptionError where they are on a device."""
+        if self.edges is None:
+            return self.k.shape[2]
+        given = self.given
+        if isinstance(given, Tensor):
+            if given.device.type != "cpu":
+                raise OptionError(
+                    "a paged cache has to see the new tokens' cu_seqlens on the host\n"
+                    "Give a list or a CPU tensor, or a batch that you advance yourself: PagedKVCache.batch."
+                )
+            given = given.tolist()
+        assert given is not None
+        counts = [stop - start for start, stop in zip(given, given[1:], strict=False)]
+        if given[0] < 0 or given[-1] > self.k.shape[0] or min(counts, default=0) < 0:
+            raise ShapeError(
+                f"cu_seqlens_new rises from 0 or more to at most {self.k.shape[0]}: {given[:12]}"
+            )
+        return counts
 
 
 def attention_with_cache(
@@ -96,7 +118,10 @@ def attention_with_cache(
     view, books = _resolve(cache, sequences, new)
     # What is wrong is refused before the books count anything and before anything is written.
     if new is not None:
-        check_new(new.k, new.v, new.edges, (view.k, view.v), view.lengths.shape[0])
+        form = (new.k.shape, new.v.shape, None if new.edges is None else new.edges.shape)
+        if is_compiling() or form not in view.fitting:  # compiled code's sizes may be symbols
+            check_new(new.k, new.v, new.edges, (view.k, view.v), view.lengths.shape[0])
+            _remember(view, form)
     if table is not None:
         _check_rotary(view, q, edges_q, new, table, positions)
     if books is not None:
@@ -115,6 +140,12 @@ def attention_with_cache(
     if out is not None:
         result = _into(out, result)
     return (result, lse) if return_lse else result
+
+
+def _remember(view: CacheView, form: tuple[Any, ...]) -> None:
+    """Shapes that fit a view need no second look."""
+    if not is_compiling() and len(view.fitting) < MOST_FORMS:
+        view.fitting.add(form)
 
 
 def _edges(name: str, given: Edges, device: torch.device) -> Tensor:
@@ -137,13 +168,8 @@ def _new_tokens(
             "a cache keeps no gradients\nCall under torch.no_grad(), or detach k_new and v_new."
         )
     if given is None or k.ndim == 4:
-        return _New(k, v, None, k.shape[2] if k.ndim == 4 else 0)
-    edges = _edges("cu_seqlens_new", given, device) if edges is None else edges
-    counts = None
-    if not isinstance(given, Tensor) or given.device.type == "cpu":
-        listed = given.tolist() if isinstance(given, Tensor) else list(given)
-        counts = [stop - start for start, stop in zip(listed, listed[1:], strict=False)]
-    return _New(k, v, edges, counts)
+        return _New(k, v, None, None)
+    return _New(k, v, _edges("cu_seqlens_new", given, device) if edges is None else edges, given)
 
 
 class _Books(NamedTuple):
@@ -164,8 +190,7 @@ class _Books(NamedTuple):
         batch = self.batch
         owners, view = batch.cache.owners, batch.views[self.layer]
         if self.counts and new is not None:
-            assert new.counts is not None
-            batch.count(range(self.layer, self.layer + 1), new.counts)
+            batch.count(range(self.layer, self.layer + 1), new.counts())
         if owners is not None:
             owners.check(view, batch.sequences, _added(new))
 
@@ -191,11 +216,6 @@ def _resolve(cache: Any, sequences: Any, new: _New | None) -> tuple[CacheView, _
         return sequences.views[layer], None if cache.owners is None else _Books(sequences, layer, None, False)
     if sequences is None:
         raise OptionError("a paged cache is told which sequences a call is about: sequences=[...]")
-    if new is not None and new.counts is None:
-        raise OptionError(
-            "a paged cache has to see the new tokens' cu_seqlens on the host\n"
-            "Give a list or a CPU tensor, or a batch that you advance yourself: PagedKVCache.batch."
-        )
     batch = cache.current(tuple(sequences.tolist() if isinstance(sequences, Tensor) else sequences))
     return batch.views[layer], _Books(batch, layer)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,17 +15,28 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+PLAIN = (Tensor, torch.nn.Parameter)
+UNKNOWN, MOST_KINDS = -1, 4096
+_kinds: dict[tuple[Any, ...], int] = {}
+"""Numbers of the kinds of views there were: what a call's preparation depends on but for the queries."""
+_numbers = itertools.count()
+
+
 class CacheView:
     """Keys and values of B sequences as a call reads and extends them; tensors only, so it can be captured in a CUDA
     graph and compiled.
 
-    k, v: pools (P, H_kv, S, D) and (P, H_kv, S, D_v), the last stride 1.
-    lengths: (B,) int32 keys present, on the pools' device; a call that appends advances them in place. On a GPU keys
-        beyond the capacity are counted and not written.
-    block_table: (B, M) int32 page of keys j // S of each sequence; None: sequence b is page b.
-    leftpad: (B,) int32 keys of padding in front, hidden; positions count behind them. None: no padding.
-    k_scale, v_scale: (H_kv,) or (P, H_kv) float32 factors of what is stored, None: 1.
-    trusted: whether whoever made the view guarantees room and pages, so that a call looks at neither.
+    Args:
+        k, v: pools (P, H_kv, S, D) and (P, H_kv, S, D_v), the last stride 1.
+        lengths: (B,) int32 keys present, on the pools' device; a call that appends advances them in place. On a GPU
+            keys beyond the capacity are counted and not written.
+        block_table: (B, M) int32 page of keys j // S of each sequence; None: sequence b is page b.
+        leftpad: (B,) int32 keys of padding in front, hidden; positions count behind them. None: no padding.
+        k_scale, v_scale: (H_kv,) or (P, H_kv) float32 factors of what is stored, None: 1.
+        trusted: whether whoever made the view guarantees room and pages, so that a call looks at neither.
+
+    kind: a number that views of the same shapes, strides, types and device share. fitting: shapes of new keys that
+    were found to fit.
     """
 
     def __init__(
@@ -34,10 +46,22 @@ class CacheView:
         self.k, self.v, self.lengths = k, v, lengths
         self.block_table, self.leftpad = block_table, leftpad
         self.k_scale, self.v_scale, self.trusted = k_scale, v_scale, trusted
-        self.kind = (
-            lengths.shape, block_table if block_table is None else (block_table.shape, block_table.stride()),
-            leftpad is None, *(t if t is None else t.shape for t in (k_scale, v_scale)),
+        self.device, self.plain = k.device, type(k) in PLAIN and type(v) in PLAIN
+        self.kind = UNKNOWN if torch.compiler.is_compiling() else self._kind()
+        self.fitting: set[tuple[Any, ...]] = set()
+
+    def _kind(self) -> int:
+        tensors = (self.k, self.v, self.block_table, self.k_scale, self.v_scale)
+        kind = (
+            *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors],
+            self.lengths.shape, self.leftpad is None,
         )  # fmt: skip
+        found = _kinds.get(kind)
+        if found is None:
+            if len(_kinds) >= MOST_KINDS:
+                _kinds.clear()
+            found = _kinds[kind] = next(_numbers)
+        return found
 
     @property
     def batch(self) -> int:
@@ -101,7 +125,7 @@ class KVCache(CacheView):
         index = torch.as_tensor(sequences, device=self.k.device)
         checks.check_int_tensor("sequences", index)
         slots = self.k.shape[0]
-        if index.device.type == "cpu" and not torch.compiler.is_compiling():
+        if checks.can_look(index):
             for b in index.tolist():
                 if not 0 <= b < slots:
                     raise ShapeError(f"there is no slot {b}: the cache has slots 0 to {slots - 1}")

@@ -9,21 +9,22 @@ Source: Juravsky et al. 2024, Hydragen, https://arxiv.org/abs/2402.05099.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+import importlib
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilewise.checks import can_look
 from tilewise.errors import OptionError, ShapeError, UnsupportedProblem
-from tilewise.serving.read import OPTIONS, attend_pages
+from tilewise.recorders import goes_through_op
+from tilewise.serving.cache import CacheView
+from tilewise.serving.read import OPTIONS, attend_view
 from tilewise.spec.attention import AttentionSpec, spec_text
 from tilewise.spec.masks import Mask, as_mask
 from tilewise.spec.scores import as_terms
 from tilewise.spec.tiles import FULL, TileGrid, classify_tiles
 from tilewise.state import Partial, merge
-
-if TYPE_CHECKING:
-    from tilewise.serving.cache import CacheView
 
 FARTHEST = 2**30
 
@@ -52,29 +53,52 @@ def attend_cascade(
         raise OptionError("shared_prefix needs a sequence")
     mask = as_mask(mask)
     _refuse(view, q, cu_seqlens_q, mask, scores, prefix)
-    scales = {"k_scale": view.k_scale, "v_scale": view.v_scale}
-    common = {"scores": scores, "partial": True, **named, **scales}
     folded = q if cu_seqlens_q is not None else q.transpose(1, 2).flatten(0, 1)
     one = torch.full((1,), prefix, dtype=torch.int32, device=q.device)
-    rows = folded.transpose(0, 1)[None]
-    first = attend_pages(
-        rows, view.k, view.v, block_table=table[:1, : prefix // size], seqused_k=one, **common
+    scales = (view.k_scale, view.v_scale)
+    head = CacheView(view.k, view.v, one, table[:1, : prefix // size], None, *scales, trusted=view.trusted)
+    first = attend_view(
+        head, folded.transpose(0, 1)[None], None, (None, scores, None), options, random, True, True
     )
-    after = view.lengths - prefix
     names = () if mask.term is None else AttentionSpec.parse(spec_text(mask, (), False, False)).names
     if not set(names) <= {"causal"}:  # what looks at differences alone needs no true positions
-        common |= {"k_offset": prefix, "q_offset": _first_positions(view, q, cu_seqlens_q)}
-    rest = attend_pages(
-        q, view.k, view.v, block_table=table[:, prefix // size :], seqused_k=after, cu_seqlens_q=cu_seqlens_q,
-        mask=mask, **common,
-    )  # fmt: skip
-    out, lse = first[0][0].transpose(0, 1), first[1][0]
+        named |= {"k_offset": prefix, "q_offset": _first_positions(view, q, cu_seqlens_q)}
+    after = view.lengths - prefix
+    tail = CacheView(view.k, view.v, after, table[:, prefix // size :], None, *scales, trusted=view.trusted)
+    given = tuple(named.values())
+    rest = attend_view(tail, q, cu_seqlens_q, (mask, scores, None), given, random, True, True)
+    out, lse = first[0][0].transpose(0, 1), first[1][0]  # type: ignore[index]
     if cu_seqlens_q is None:
         out = out.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
         lse = lse.unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1)
-    merged = merge(Partial(out, lse), Partial(*rest))
+    joined = _merged_at_once((out, lse), rest, sink, q)  # type: ignore[arg-type]
+    if joined is not None:
+        return joined
+    merged = merge(Partial(out, lse), Partial(*rest))  # type: ignore[arg-type]  # lse was asked for
     merged = merged if sink is None else merged.with_sink(sink)
     return merged.finalize(dtype=q.dtype), merged.lse
+
+
+def _merged_at_once(
+    first: tuple[Tensor, Tensor], rest: tuple[Tensor, Tensor], sink: Tensor | None, q: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """The merged (out, lse) by one launch, where no gradient is wanted of it on a GPU; else None."""
+    tensors = (*first, *rest, *(() if sink is None else (sink,)))
+    if not q.is_cuda or goes_through_op([q]) or any(t.requires_grad for t in tensors):
+        return None
+    module = _triton_merge()
+    return None if module is None else module.merge_two(first, rest, sink, q)
+
+
+@functools.lru_cache(maxsize=1)
+def _triton_merge() -> Any:
+    """Triton's merge of two results; None where there is no Triton."""
+    try:
+        import triton  # noqa: F401
+
+        return importlib.import_module("tilewise.backends.triton.launch_merge")
+    except ImportError:
+        return None
 
 
 def _refuse(
@@ -95,7 +119,7 @@ def _refuse(
         raise UnsupportedProblem(
             f"the mask may hide a part of the first {prefix} keys from a query behind them\nLeave shared_prefix out."
         )
-    if view.lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+    if can_look(view.lengths):
         first = _first_positions(view, q, cu_seqlens_q)
         if first.numel() and int(first.min()) < prefix:
             raise ShapeError(

@@ -5,12 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tilewise import quick
+from tilewise.checks import check_cu_seqlens, check_pages
+from tilewise.dispatch import registry
+from tilewise.errors import ShapeError
 from tilewise.ops import call
+from tilewise.problem import is_lazy
+from tilewise.serving.cache import PLAIN, UNKNOWN
 from tilewise.written import Cached, write
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tilewise.serving.cache import CacheView
 
 OPTIONS = (
@@ -49,22 +57,25 @@ def attend_pages(
 
 def attend_view(
     view: CacheView, q: Tensor, cu_seqlens_q: Tensor | None, spec: tuple[Any, Any, Any], options: tuple[Any, ...],
-    random: tuple[float, Any], want_lse: bool,
+    random: tuple[float, Any], want_lse: bool, partial: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(out, lse) of q over what a view holds; calls of a kind that was made before take the short way.
 
-    spec: mask, scores, sink. options: those of OPTIONS. random: dropout, seed.
+    spec: mask, scores, sink. options: those of OPTIONS. random: dropout, seed. partial: out in float32, to be merged.
     """
     key = None
     mask, scores, sink = spec
     dropout = random[0]
-    short = type(dropout) in (float, int) and not dropout and (view.trusted or not view.k.is_cpu)
-    if short:
-        key, extra = quick.key_of(q, view.k, view.v, mask, scores, sink, options)
+    if type(dropout) in (float, int) and not dropout:
+        key, extra = _key_of(view, q, spec, options)
         if key is not None:
-            key = (*key, view.kind, None if cu_seqlens_q is None else cu_seqlens_q.shape)
+            key = (*key, None if cu_seqlens_q is None else cu_seqlens_q.shape, partial)
             found = quick.ready.get(key)
             if found is not None:
+                if view.k.is_cpu:
+                    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "T_q", q.shape[0])
+                    if not view.trusted:
+                        check_view(view)
                 tensors = (
                     cu_seqlens_q,
                     view.lengths,
@@ -81,9 +92,57 @@ def attend_view(
     )
     written = write(
         (q, view.k, view.v), cached, mask=mask, scores=scores, sink=sink, dropout=dropout, seed=random[1],
-        **dict(zip(OPTIONS, options, strict=True)),
+        partial=partial, **dict(zip(OPTIONS, options, strict=True)),
     )  # fmt: skip
     result = call(written.tensors, written.seed, written.numbers)
     if key is not None:
         quick.remember(key, written)
     return result
+
+
+def _key_of(
+    view: CacheView, q: Tensor, spec: tuple[Any, Any, Any], options: tuple[Any, ...]
+) -> tuple[tuple[Any, ...] | None, Sequence[Tensor]]:
+    """As `quick.key_of`, where all that is known of keys and values is one number."""
+    if (
+        quick.is_compiling()
+        or not view.plain
+        or view.kind == UNKNOWN
+        or type(q) not in PLAIN
+        or quick.transforms_active()
+        or quick.len_dispatch_stack()
+        or forward_ad._current_level >= 0
+        or is_lazy(q)
+        or q.device != view.device
+        or view.device.type not in ("cpu", "cuda")
+        or quick.is_autocast_enabled(view.device.type)
+        or isinstance(options[1], Tensor)
+        or isinstance(options[2], Tensor)
+    ):
+        return None, ()
+    try:
+        hash(options)
+    except TypeError:  # what cannot be hashed is refused on the long way
+        return None, ()
+    extra: list[Tensor] | tuple[()] = ()
+    made: Any = None
+    mask, scores, sink = spec
+    if mask is not None or sink is not None or (scores is not None and scores != ()):
+        extra = []
+        made = quick._spec_key(mask, scores, sink, extra)
+        if made is None:
+            return None, ()
+    kinds = (type(options[1]), type(options[2]), type(options[3]))
+    return ("cache", view.kind, q.shape, q.stride(), q.dtype, made, options, kinds, registry.version), extra
+
+
+def check_view(view: CacheView) -> None:
+    """Raise ShapeError for lengths, padding and pages outside their tensors, on the processor."""
+    capacity = view.capacity
+    for name, t in (("lengths", view.lengths), ("leftpad", view.leftpad)):
+        for b, n in enumerate(() if t is None else t.tolist()):
+            if not 0 <= n <= capacity:
+                raise ShapeError(f"{name} are from 0 to {capacity}\n  sequence {b}: {n}")
+    if view.block_table is not None:
+        spans = (view.leftpad, view.lengths)
+        check_pages(view.block_table, view.k.shape[2], view.k.shape[0], spans)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.checks import can_look
 from tilewise.errors import DTypeError, OptionError, ShapeError, message
 from tilewise.rotary import locate, query_positions, turn
 
@@ -69,7 +70,7 @@ def check_table(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 def check_positions(positions: Tensor, cos: Tensor) -> None:
     """Raise ShapeError for a position outside the tables; looked at on the CPU, clamped on a GPU."""
-    if positions.device.type != "cpu" or not positions.numel() or torch.compiler.is_compiling():
+    if not positions.numel() or not can_look(positions):
         return
     low, high = (int(n) for n in torch.aminmax(positions))
     if low < 0 or high >= cos.shape[0]:
@@ -80,7 +81,7 @@ def check_positions(positions: Tensor, cos: Tensor) -> None:
 def check_reach(first: Tensor, added: Tensor | int, cos: Tensor) -> None:
     """Raise ShapeError where a sequence's new positions, (B,) first and their number, leave the tables; looked at on
     the CPU, clamped on a GPU."""
-    if first.device.type != "cpu" or torch.compiler.is_compiling():
+    if not can_look(first):
         return
     starts = first.tolist()
     ends = [n + added for n in starts] if isinstance(added, int) else (first + added).tolist()
