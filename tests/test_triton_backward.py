@@ -180,6 +180,7 @@ def test_kernels_compile(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_launchers", {})
     monkeypatch.setattr(launch_backward, "machine_of", lambda device: Machine("cuda", arch, shared, 100))
     monkeypatch.setattr(launch_backward, "TMA_WORK", 0.0)
+    monkeypatch.setattr(launch_backward, "_known", {})
     launch_backward._tiles.cache_clear()
     mask, term = tw.causal(), tw.alibi(torch.ones(2))
     problem = _problem((term,), mask=mask)

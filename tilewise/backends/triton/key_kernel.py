@@ -69,8 +69,8 @@ def absorb_rows(
         )
         if MASKED:
             visible = inside[None, :] & (j < n_k)
-            if HAS_MASK and not CAREFUL and not VARLEN and not (TMA and len(SITES) > 0):
-                # Columns past the end are not stored. Rows past it have m = +inf, or, by a descriptor, q = do = 0.
+            if HAS_MASK and not (CAREFUL or VARLEN or TMA):
+                # Columns past the end are not stored, and rows past it have m = +inf.
                 visible = keep(s, i, j, q_pos, k_pos, b, h, g, data)
             elif HAS_MASK:
                 visible = visible & keep(s, i, j, q_pos, k_pos, b, h, g, data)

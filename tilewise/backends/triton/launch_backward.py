@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tilewise.backends.protocol import Gradients, Needs
 from tilewise.backends.triton.backward_entries import KEYS, PREPARE, ROWS, site_entry
+from tilewise.backends.triton.backward_layout import descriptor, layout_of
 from tilewise.backends.triton.backward_tiles import BackwardTiles, choose_backward, narrow
 from tilewise.backends.triton.compile import Build, types_of
 from tilewise.backends.triton.launch import (
@@ -30,6 +31,8 @@ from tilewise.backends.triton.source import argument_types, derivative_roots
 from tilewise.backends.triton.tiles import padded
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from tilewise.backends.triton.source import Entry
@@ -46,38 +49,6 @@ LARGE = {torch.float32: 8.0, torch.float16: 256.0, torch.bfloat16: 1024.0}
 """|lse| beyond which its rounding (2^-24 of it, in every weight of the row) is felt beside the type's own."""
 
 
-def descriptor(problem: Problem, t: Tensor, rows: int, width: int) -> Any:
-    """Descriptor of a q- or k-like tensor as (batch, head, token, d), in blocks of some tokens."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    view = t if problem.options.layout == "dense" else t.transpose(0, 1).unsqueeze(0)
-    # A dimension of one element may have any stride that the hardware takes.
-    strides = [
-        x if n > 1 or d == 3 else 16 for d, (x, n) in enumerate(zip(view.stride(), view.shape, strict=True))
-    ]
-    return TensorDescriptor(view, list(view.shape), strides, [1, 1, rows, width])
-
-
-class Layout(NamedTuple):
-    """(batch, head, token, d) strides of q, k, v, do and out, in units of step elements."""
-
-    strides: tuple[tuple[int, ...], ...]
-    step: int
-    unit: bool
-
-
-def layout_of(problem: Problem, tensors: tuple[Tensor, ...]) -> Layout:
-    """Strides, and the step that divides them all where addresses allow 16-byte rows."""
-    found = [four_strides(problem, t) for t in tensors]
-    unit = all(f[3] == 1 or t.shape[-1] <= 1 for f, t in zip(found, tensors, strict=True))
-    step = 16 // problem.dtype.itemsize
-    aligned = unit and not any(t.data_ptr() & 15 for t in tensors)
-    sizes = (problem.shape.head_dim, problem.shape.head_dim_v, 0)
-    if not aligned or any(x % step for f in (*found, sizes) for x in f[:3]):
-        step = 1
-    return Layout(tuple(tuple(x // step for x in f) for f in found), step, unit)
-
-
 class Call:
     """One backward pass: what its kernels have in common."""
 
@@ -87,6 +58,7 @@ class Call:
     ) -> None:  # fmt: skip
         self.problem, self.inputs, self.slots = problem, inputs, slots
         self.ahead: list[Wanted] | None = None
+        self.runs: Iterator[Any] | None = None
         self.out, self.lse = saved
         self.do, self.dlse = grads
         if self.do.stride(-1) != 1:  # a sum's gradient is one number, expanded
@@ -164,8 +136,12 @@ class Call:
     def launch(
         self, entry: Entry, tiles: Tiles, grid: int, values: tuple[object, ...], **constants: object
     ) -> None:
-        """Compile at first use and run; where there is a list `ahead`, note there what would be run."""
+        """Run; what is not known beforehand (`backward`) is compiled at first use, or noted in `ahead`, if that is a
+        list."""
         values = (*values, *self.data)
+        if self.runs is not None:
+            next(self.runs)(grid, values)
+            return
         names = [a.partition(":")[0] for a in entry.arguments] + list(self.slots.names)
         aligned = ()
         if self.layout.step > 1:
@@ -336,8 +312,9 @@ class Call:
         return (*(x // step for x in strides[:3]), 1), step
 
 
-_known: set[tuple[object, ...]] = set()
-"""Kinds of calls whose kernels are compiled."""
+_known: dict[tuple[object, ...], list[Any]] = {}
+"""The launchers of a kind of call, in the order of its launches."""
+MOST_KINDS = 4096
 
 
 @functools.lru_cache(maxsize=4096)
@@ -364,18 +341,31 @@ def backward(
         if any(needs.leaves)
         else Sites((), (), -1, (), (), ())
     )
-    kind = (
-        problem.spec.text, problem.options, problem.dtype, s.head_dim, s.head_dim_v, slots, call.layout[1:], call.tiles,
-        call.tma, call.device, needs,
-    )  # fmt: skip
-    if kind not in _known:
+    kind = _kind(call, grads[1], needs)
+    runs = _known.get(kind)
+    if runs is None:
         # Once without a launch, to see which kernels there are, so that they are compiled side by side.
         call.ahead = []
         _run(call, sites, needs)
-        kernel_launchers(call.ahead)
+        runs = kernel_launchers(call.ahead)
         call.ahead = None
-        _known.add(kind)
+        if len(_known) >= MOST_KINDS:
+            _known.clear()
+        _known[kind] = runs
+    call.runs = iter(runs)
     return _run(call, sites, needs)
+
+
+def _kind(call: Call, dlse: Tensor | None, needs: Needs) -> tuple[object, ...]:
+    """What a call's kernels, and their order, depend on."""
+    problem, inputs, s = call.problem, call.inputs, call.problem.shape
+    tensors = (call.do, call.out, call.lse, dlse, inputs.sink, *call.places)
+    return (
+        problem.spec.text, problem.options, problem.dtype, s.head_dim, s.head_dim_v, call.slots, call.layout[1:],
+        call.tiles, call.tma, call.device, needs, precision_of(problem.dtype), inputs.q_offset is None,
+        tuple(None if t is None else t.dtype for t in tensors),
+        tuple((t.dtype, t.shape, t.stride()) for t in inputs.leaves),
+    )  # fmt: skip
 
 
 def _run(call: Call, sites: Sites, needs: Needs) -> Gradients:
