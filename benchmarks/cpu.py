@@ -1,7 +1,8 @@
-"""The CPU backend beside F.scaled_dot_product_attention: forward, backward, decode, short problems, features, start.
+"""The CPU backend beside F.scaled_dot_product_attention: forward, backward, decode, short problems, features, SDPA's
+slow path, accuracy, start.
 
-    OMP_PROC_BIND=true python benchmarks/cpu.py [forward backward decode short features window start] [--quick]
-        [--output benchmarks/results/cpu.jsonl]
+    OMP_PROC_BIND=true python benchmarks/cpu.py [forward backward decode short features window math accuracy start]
+        [--quick] [--dtypes fp32,bf16,fp16] [--output benchmarks/results/cpu.jsonl]
 
 Both through their public calls with outputs allocated inside, in one process, interleaved, the order
 alternating; medians and quartiles. The first line holds the machine, the multiply-add peak and the reading
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 import tilewise as tw
 from tilewise.backends.cpu.peaks import multiply_add_rate, read_rate
 from tilewise.cli.machine import describe
+from tilewise.cli.memory import count_peak
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEADS = {128: 16, 512: 16, 1024: 8, 4096: 2, 8192: 1}
@@ -125,7 +127,7 @@ def decode(budget: float, quick: bool):
 
 def short(budget: float, quick: bool):
     """Short problems, where the call itself counts."""
-    for name in ("fp32", "bf16"):
+    for name in [name for name in ("fp32", "bf16") if name in DTYPES]:
         for n in (1, 16, 32, 64, 128):
             for h in (1, 8):
                 q, k, v = draw(1, h, h, n, n, 64, DTYPES[name])
@@ -174,6 +176,83 @@ def window(budget: float, quick: bool):
         [lambda: tw.attention(q, k, v, backend="cpu"),
          lambda: tw.attention(q, k, v, mask=tw.window(255, 0), backend="cpu")], budget)  # fmt: skip
     yield line("window", {"dtype": "fp32", "N": n, "H": 1, "D": 64, "window": 256}, times)
+
+
+def math_cases(dtype: torch.dtype, n: int, h: int) -> dict[str, tuple]:
+    """Calls for which SDPA builds the matrix: (what gets a gradient, SDPA's forward, ours)."""
+    sdpa, ours = F.scaled_dot_product_attention, tw.attention
+    q, k, v = draw(1, h, h, n, n, 64, dtype, grad=True)
+    narrow = v[..., :32].detach().clone().requires_grad_()
+    shared, each = (torch.randn(s).to(dtype).requires_grad_() for s in ((n, n), (1, h, n, n)))
+    return {
+        "dropout": ((q, k, v), lambda: sdpa(q, k, v, dropout_p=0.1), lambda: ours(q, k, v, dropout=0.1, seed=1)),
+        "D_v 32": ((q, k, narrow), lambda: sdpa(q, k, narrow), lambda: ours(q, k, narrow)),
+        "mask of all heads": ((q, k, v, shared), lambda: sdpa(q, k, v, attn_mask=shared),
+                              lambda: ours(q, k, v, scores=tw.bias(shared))),
+        "mask of each head": ((q, k, v, each), lambda: sdpa(q, k, v, attn_mask=each),
+                              lambda: ours(q, k, v, scores=tw.bias(each))),
+    }  # fmt: skip
+
+
+def math(budget: float, quick: bool):
+    """Where SDPA builds the matrix. Time and the most that is allocated, the result left out, of the forward call (what
+    it keeps for the backward counts) and of forward with backward."""
+    n, h = (1024, 2) if quick else (4096, 2)
+    for name in [name for name in ("fp32", "bf16") if name in DTYPES]:
+        for case, (leaves, *forwards) in math_cases(DTYPES[name], n, h).items():
+            do = torch.randn_like(forwards[0]())
+            both = [lambda c=c: torch.autograd.grad(c(), leaves, do) for c in forwards]  # noqa: B023
+            for way, calls, results in (("forward", forwards, [do]), ("forward and backward", both, leaves)):
+                what = {"dtype": name, "case": case, "pass": way, "N": n, "H": h, "D": 64}
+                found = line("math", what, interleave(calls, budget, 7))
+                size = sum(t.numel() * t.element_size() for t in results)
+                peaks = [round((count_peak(call).peak - size) / 2**20, 2) for call in calls]
+                found["sdpa_mib"], found["tilewise_mib"] = peaks
+                yield found
+
+
+def errors(dtype: torch.dtype, n: int, d: int, causal: bool) -> list[dict[str, list[float]]]:
+    """rms and largest error of out, dq, dk and dv against float64 from the same rounded inputs: SDPA's, then ours."""
+    inputs = draw(1, 1, 1, n, n, d, dtype, grad=True)
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    do, found = torch.randn(1, 1, n, d).to(dtype), []
+    mask = tw.causal() if causal else None
+    for out, leaves in (
+        (F.scaled_dot_product_attention(*wide, is_causal=causal), wide),
+        (F.scaled_dot_product_attention(*inputs, is_causal=causal), inputs),
+        (tw.attention(*inputs, mask=mask, backend="cpu"), inputs),
+    ):
+        found.append([t.double() for t in (out, *torch.autograd.grad(out, leaves, do.to(out.dtype)))])
+    want, *results = found
+    gaps = [[(got - true).abs() for got, true in zip(one, want, strict=True)] for one in results]
+    return [
+        {"rms": [float(g.square().mean().sqrt()) for g in one], "max": [float(g.max()) for g in one]}
+        for one in gaps
+    ]
+
+
+def accuracy(budget: float, quick: bool):
+    """Errors beside those of SDPA, each the mean over some draws, and the largest ratio over out and gradients."""
+    sizes = ((512, 64), (1024, 32), (1024, 128), (1024, 256), (2048, 64), (4096, 64))
+    for name, dtype in DTYPES.items():
+        for n, d in sizes[:1] if quick else sizes:
+            for causal in (False, True):
+                draws = [errors(dtype, n, d, causal) for _ in range(4 if n > 2048 else 8)]
+                found: dict = {"section": "accuracy", "dtype": name, "N": n, "D": d, "H": 1, "causal": causal}
+                for kind in ("rms", "max"):
+                    sdpa, ours = (
+                        [
+                            statistics.fmean(one)
+                            for one in zip(*(pair[who][kind] for pair in draws), strict=True)
+                        ]
+                        for who in (0, 1)
+                    )
+                    found[f"sdpa_{kind}"], found[f"tilewise_{kind}"] = (
+                        dict(zip(("out", "dq", "dk", "dv"), (float(f"{e:.3g}") for e in side), strict=True))
+                        for side in (sdpa, ours)
+                    )
+                    found[f"{kind}_ratio"] = round(max(o / s for o, s in zip(ours, sdpa, strict=True)), 3)
+                yield found
 
 
 FIRST_CALLS = """
@@ -227,6 +306,8 @@ def main() -> None:
         "short": short,
         "features": features,
         "window": window,
+        "math": math,
+        "accuracy": accuracy,
         "start": start,
     }
     parser = argparse.ArgumentParser(
@@ -234,8 +315,11 @@ def main() -> None:
     )
     parser.add_argument("sections", nargs="*", default=list(sections), help=", ".join(sections))
     parser.add_argument("--quick", action="store_true", help="few sizes, short budgets")
+    parser.add_argument("--dtypes", default=",".join(DTYPES), help="element types, fp32,bf16,fp16")
     parser.add_argument("--output", type=Path, help="JSON lines are appended here")
     chosen = parser.parse_args()
+    for name in DTYPES.keys() - set(chosen.dtypes.split(",")):
+        del DTYPES[name]
     torch.manual_seed(0)
 
     def write(found: dict) -> None:

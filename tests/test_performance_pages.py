@@ -57,7 +57,7 @@ def test_a_changed_result_is_a_changed_page(pages, tmp_path, monkeypatch):
     assert "| D64-full, forward | 7.5 |" in pages.render(text)
     (tmp_path / "gpu.jsonl").unlink()
     (tmp_path / "cpu.jsonl").unlink()
-    assert pages.render(text).count("Not measured yet.") == 5
+    assert pages.render(text).count("Not measured yet.") == 8
 
 
 def test_numbers_of_libraries_page_are_those_of_the_results():

@@ -21,6 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+import cpu_tables  # noqa: E402
 import device_tables  # noqa: E402  # beside this file, wherever it is run from
 
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
@@ -249,6 +250,9 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"numerics-{section}": (lambda section=section: numerics(section))
        for section in ("N", "D", "spread", "mask", "storage")},
     "gpu": gpu, "memory": memory, "numerics-worst": numerics_worst, "machines": machines, "sources": sources,
+    "cpu-features": lambda: cpu_tables.features(read("cpu"), table),
+    "cpu-math": lambda: cpu_tables.slow_path(read("cpu"), table),
+    "cpu-accuracy": lambda: cpu_tables.accuracy(read("cpu"), table),
     "counters": lambda: device(device_tables.counters, "counters"),
     "floors": lambda: device(device_tables.floors, "gpu"),
 }  # fmt: skip
