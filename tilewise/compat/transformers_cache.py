@@ -63,12 +63,12 @@ def paged_cache(
     if num_pages is None:
         num_pages = batch_size * -(-max_length // page_size)
     shape = (num_pages, page_size, max_length, batch_size)
-    return _classes()(config, shape, dtype)
+    return _cache_class()(config, shape, dtype)
 
 
 @functools.lru_cache(maxsize=1)
-def _classes() -> Any:
-    from transformers.cache_utils import Cache, CacheLayerMixin
+def _layer_class() -> Any:
+    from transformers.cache_utils import CacheLayerMixin
 
     class PagedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """One layer: its length, and the way to the pages that all layers share."""
@@ -113,8 +113,7 @@ def _classes() -> Any:
         def get_max_length(self) -> int:
             return int(self.owner.shape[2])
 
-        def get_max_cache_shape(self) -> int:
-            return int(self.owner.shape[2])
+        get_max_cache_shape = get_max_length  # its name in older releases
 
         def reset(self) -> None:
             self.length = 0
@@ -145,11 +144,20 @@ def _classes() -> Any:
             if self.index == 0:
                 self.owner.share([b for b in range(len(self.owner.sequences)) for _ in range(repeats)])
 
+    return PagedCacheLayer
+
+
+@functools.lru_cache(maxsize=1)
+def _cache_class() -> Any:
+    from transformers.cache_utils import Cache
+
+    layer_class = _layer_class()
+
     class PagedCache(Cache):  # type: ignore[misc]
         """transformers' face of a PagedKVCache."""
 
         def __init__(self, config: Any, shape: tuple[int, ...], dtype: Any) -> None:
-            super().__init__(layers=[PagedCacheLayer(self, n) for n in range(config.num_hidden_layers)])
+            super().__init__(layers=[layer_class(self, n) for n in range(config.num_hidden_layers)])
             self.config, self.shape, self.dtype = config, shape, dtype
             self.pages: PagedKVCache | None = None
             self.sequences: list[int] = []

@@ -11,7 +11,7 @@ from tilewise import checks
 from tilewise.backends.protocol import Append
 from tilewise.errors import DTypeError, OptionError, ShapeError, message
 from tilewise.quick import is_compiling
-from tilewise.serving.append import append, check_new
+from tilewise.serving.append import append, check_new, prepare
 from tilewise.serving.cache import CacheView, KVCache
 from tilewise.serving.cascade import attend_cascade
 from tilewise.serving.paged import Batch, PagedKVCache, PagedLayer
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 Edges = Tensor | list[int] | None
 MOST_FORMS = 256
+FITS = object()
+"""What is known of an append that has no quick way."""
 
 
 class _New(NamedTuple):
@@ -117,17 +119,21 @@ def attention_with_cache(
         new = _new_tokens(k_new, v_new, given, edges_q if cu_seqlens_new is None else None, q.device)
     view, books = _resolve(cache, sequences, new)
     # What is wrong is refused before the books count anything and before anything is written.
-    if new is not None:
-        form = (new.k.shape, new.v.shape, None if new.edges is None else new.edges.shape)
-        if is_compiling() or form not in view.fitting:  # compiled code's sizes may be symbols
+    form, known = None, None
+    if not is_compiling():  # there sizes may be symbols
+        form = _form(q, new, table)
+        known = view.forms.get(form)
+    if known is None:
+        if new is not None:
             check_new(new.k, new.v, new.edges, (view.k, view.v), view.lengths.shape[0])
-            _remember(view, form)
+        if table is not None:
+            check_table(q, table.cos, table.sin)
     if table is not None:
         _check_rotary(view, q, edges_q, new, table, positions)
     if books is not None:
         books.enter(new)
     if new is not None or table is not None:
-        q = _append(view, q, edges_q, new, table, positions)
+        q = _append(view, q, edges_q, new, table, positions, (form, known))
     if books is not None and books.slots is not None and new is not None:
         books.slots[0].store(books.slots[1], view)
     options = (scale, q_offset, k_offset, h_offset, deterministic, batch_invariant, backend, allow_quadratic)
@@ -142,10 +148,35 @@ def attention_with_cache(
     return (result, lse) if return_lse else result
 
 
-def _remember(view: CacheView, form: tuple[Any, ...]) -> None:
-    """Shapes that fit a view need no second look."""
-    if not is_compiling() and len(view.fitting) < MOST_FORMS:
-        view.fitting.add(form)
+def _form(q: Tensor, new: _New | None, table: RotaryTable | None) -> tuple[Any, ...]:
+    """All of an append but its tensors' contents and addresses, beside the view."""
+    form: tuple[Any, ...] = ()
+    if new is not None:
+        k, v, edges = new.k, new.v, new.edges
+        form = (
+            k.shape,
+            k.stride(),
+            k.dtype,
+            v.shape,
+            v.stride(),
+            v.dtype,
+            None if edges is None else edges.shape,
+        )
+    if table is not None:
+        cos, sin, style = table
+        turned = (
+            q.shape,
+            q.stride(),
+            q.dtype,
+            cos.shape,
+            cos.stride(),
+            cos.dtype,
+            sin.shape,
+            sin.stride(),
+            sin.dtype,
+        )
+        form = (*form, *turned, style)
+    return form
 
 
 def _edges(name: str, given: Edges, device: torch.device) -> Tensor:
@@ -239,8 +270,7 @@ def _check_rotary(
     table: RotaryTable,
     positions: Tensor | None,
 ) -> None:
-    """Raise for tables and positions that do not fit."""
-    check_table(q, table.cos, table.sin)
+    """Raise for positions that do not fit."""
     if positions is None:
         if view.lengths.is_cpu:
             check_reach(_first(view), _added(new), table.cos)
@@ -260,19 +290,14 @@ def _check_rotary(
 
 def _append(
     view: CacheView, q: Tensor, edges_q: Tensor | None, new: _New | None, table: RotaryTable | None,
-    positions: Tensor | None,
+    positions: Tensor | None, kept: tuple[tuple[Any, ...] | None, Any],
 ) -> Tensor:  # fmt: skip
     """Write the new tokens, advance the view's lengths; gives q, turned if there is a table."""
-    if table is None:
-        assert new is not None
-        fields = (new.k, new.v, view.k, view.v, view.lengths, view.block_table, new.edges)
-        append(Append(*fields, k_scale=view.k_scale, v_scale=view.v_scale), trusted=view.trusted)
-        _advance(view, new)
-        return q
+    cos, sin, interleaved = (None, None, False) if table is None else table
     turned: Tensor | None = None
     # A gradient of q goes through torch's own operations.
     apart = new is None or (q.requires_grad and torch.is_grad_enabled())
-    if apart:
+    if apart and table is not None:
         end = _first(view) + _added(new)
         at = query_positions(q, end, edges_q) if positions is None else positions
         turned = turn(
@@ -280,22 +305,30 @@ def _append(
         )
         turned = turned if edges_q is not None else turned.transpose(1, 2)
     if new is not None:
-        given = None if positions is None else positions.to(torch.int32)
+        with_q = table is not None and not apart
+        given = None if positions is None or table is None else positions.to(torch.int32)
         inputs = Append(
-            new.k, new.v, view.k, view.v, view.lengths, view.block_table, new.edges, None if apart else q,
-            None if apart else edges_q, table.cos, table.sin, table.interleaved, None if apart else given, given,
-            None if view.leftpad is None else _first(view), view.k_scale, view.v_scale,
+            new.k, new.v, view.k, view.v, view.lengths, view.block_table, new.edges, q if with_q else None,
+            edges_q if with_q else None, cos, sin, interleaved, given if with_q else None, given,
+            None if view.leftpad is None or table is None else _first(view), view.k_scale, view.v_scale,
         )  # fmt: skip
-        found = append(inputs, trusted=view.trusted)
-        turned = turned if apart else found
-        _advance(view, new)
-    assert turned is not None
-    return turned
+        form, known = kept
+        if known is not None and known is not FITS and given is None and not apart:
+            found = known(inputs)
+        else:
+            found = append(inputs, trusted=view.trusted)
+            if known is None and form is not None and given is None and not apart:
+                _remember(view, form, inputs)
+        turned = found if with_q else turned
+        view.lengths.add_(_added(new))
+    return q if turned is None else turned
 
 
-def _advance(view: CacheView, new: _New) -> None:
-    """Count the new keys."""
-    view.lengths.add_(_added(new))
+def _remember(view: CacheView, form: tuple[Any, ...], inputs: Append) -> None:
+    """What is known of appends of this form from now on."""
+    if len(view.forms) >= MOST_FORMS:
+        view.forms.clear()
+    view.forms[form] = prepare(inputs) or FITS
 
 
 def _into(out: Tensor, result: Tensor) -> Tensor:

@@ -35,8 +35,8 @@ class CacheView:
         k_scale, v_scale: (H_kv,) or (P, H_kv) float32 factors of what is stored, None: 1.
         trusted: whether whoever made the view guarantees room and pages, so that a call looks at neither.
 
-    kind: a number that views of the same shapes, strides, types and device share. fitting: shapes of new keys that
-    were found to fit.
+    kind: a number that views of the same shapes, strides, types and device share. forms: what is known of appends by
+    their shapes: that they fit, and a quick way to do them or None.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class CacheView:
         self.k_scale, self.v_scale, self.trusted = k_scale, v_scale, trusted
         self.device, self.plain = k.device, type(k) in PLAIN and type(v) in PLAIN
         self.kind = UNKNOWN if torch.compiler.is_compiling() else self._kind()
-        self.fitting: set[tuple[Any, ...]] = set()
+        self.forms: dict[tuple[Any, ...], Any] = {}
 
     def _kind(self) -> int:
         tensors = (self.k, self.v, self.block_table, self.k_scale, self.v_scale)

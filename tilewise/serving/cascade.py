@@ -9,7 +9,6 @@ Source: Juravsky et al. 2024, Hydragen, https://arxiv.org/abs/2402.05099.
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from tilewise.checks import can_look
 from tilewise.errors import OptionError, ShapeError, UnsupportedProblem
-from tilewise.recorders import goes_through_op
 from tilewise.serving.cache import CacheView
 from tilewise.serving.read import OPTIONS, attend_view
 from tilewise.spec.attention import AttentionSpec, spec_text
@@ -58,7 +56,7 @@ def attend_cascade(
     scales = (view.k_scale, view.v_scale)
     head = CacheView(view.k, view.v, one, table[:1, : prefix // size], None, *scales, trusted=view.trusted)
     first = attend_view(
-        head, folded.transpose(0, 1)[None], None, (None, scores, None), options, random, True, True
+        head, folded.transpose(0, 1)[None], None, (None, scores, None), options, random, True, partial=True
     )
     names = () if mask.term is None else AttentionSpec.parse(spec_text(mask, (), False, False)).names
     if not set(names) <= {"causal"}:  # what looks at differences alone needs no true positions
@@ -66,39 +64,14 @@ def attend_cascade(
     after = view.lengths - prefix
     tail = CacheView(view.k, view.v, after, table[:, prefix // size :], None, *scales, trusted=view.trusted)
     given = tuple(named.values())
-    rest = attend_view(tail, q, cu_seqlens_q, (mask, scores, None), given, random, True, True)
+    rest = attend_view(tail, q, cu_seqlens_q, (mask, scores, None), given, random, True, partial=True)
     out, lse = first[0][0].transpose(0, 1), first[1][0]  # type: ignore[index]
     if cu_seqlens_q is None:
         out = out.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
         lse = lse.unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1)
-    joined = _merged_at_once((out, lse), rest, sink, q)  # type: ignore[arg-type]
-    if joined is not None:
-        return joined
     merged = merge(Partial(out, lse), Partial(*rest))  # type: ignore[arg-type]  # lse was asked for
     merged = merged if sink is None else merged.with_sink(sink)
     return merged.finalize(dtype=q.dtype), merged.lse
-
-
-def _merged_at_once(
-    first: tuple[Tensor, Tensor], rest: tuple[Tensor, Tensor], sink: Tensor | None, q: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    """The merged (out, lse) by one launch, where no gradient is wanted of it on a GPU; else None."""
-    tensors = (*first, *rest, *(() if sink is None else (sink,)))
-    if not q.is_cuda or goes_through_op([q]) or any(t.requires_grad for t in tensors):
-        return None
-    module = _triton_merge()
-    return None if module is None else module.merge_two(first, rest, sink, q)
-
-
-@functools.lru_cache(maxsize=1)
-def _triton_merge() -> Any:
-    """Triton's merge of two results; None where there is no Triton."""
-    try:
-        import triton  # noqa: F401
-
-        return importlib.import_module("tilewise.backends.triton.launch_merge")
-    except ImportError:
-        return None
 
 
 def _refuse(

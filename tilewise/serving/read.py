@@ -57,7 +57,7 @@ def attend_pages(
 
 def attend_view(
     view: CacheView, q: Tensor, cu_seqlens_q: Tensor | None, spec: tuple[Any, Any, Any], options: tuple[Any, ...],
-    random: tuple[float, Any], want_lse: bool, partial: bool = False,
+    random: tuple[float, Any], want_lse: bool, *, partial: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(out, lse) of q over what a view holds; calls of a kind that was made before take the short way.
 

@@ -31,6 +31,7 @@ SIZES = (
 )  # fmt: skip
 ALIGNED = (0, 1, 2, 3, 4, 5)
 """Numbers of the tensors whose rows may begin at multiples of 16 bytes."""
+OUT = TENSORS.index("q_out_ptr")
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_RECIPES = 1024
 _recipes: dict[tuple[object, ...], _Recipe] = {}
@@ -52,30 +53,9 @@ def append(inputs: Append) -> Tensor | None:
     """
     if not _takes(inputs):
         return reference.append(inputs)
-    turning = inputs.q is not None and inputs.cos is not None
-    q = _rows(inputs.q) if turning and inputs.q is not None else None
-    out = inputs.empty_q() if q is not None else None
-    tensors = [
-        _rows(inputs.k_new), _rows(inputs.v_new), inputs.k, inputs.v, q, out, _plain(inputs.lengths),
-        _plain(inputs.block_table), _plain(inputs.cu_seqlens_new),
-        _plain(inputs.cu_seqlens_q) if q is not None else None,
-        _rows(inputs.cos), _rows(inputs.sin), _plain(inputs.positions_q), _plain(inputs.positions_k),
-        _plain(inputs.first), _plain(inputs.k_scale), _plain(inputs.v_scale),
-    ]  # fmt: skip
-    joint = 0
-    for n in ALIGNED:
-        t = tensors[n]
-        joint |= 0 if t is None else t.data_ptr()
-    key = (
-        *[None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors],
-        joint & 15 == 0, inputs.interleaved, inputs.k.get_device(),
-    )  # fmt: skip
-    recipe = _recipes.get(key)
-    if recipe is None:
-        recipe = _make(inputs, tensors, joint & 15 == 0)
-        if len(_recipes) >= MOST_RECIPES:
-            _recipes.clear()
-        _recipes[key] = recipe
+    tensors = _tensors(inputs)
+    out, aligned = tensors[OUT], _joint(tensors) & 15 == 0
+    recipe = _recipe(inputs, tensors, aligned)
     if recipe.direct is None or torch._C._cuda_getDevice() != recipe.direct.device:
         recipe.run(recipe.grid, [*tensors, *recipe.numbers])
     elif recipe.grid:
@@ -86,6 +66,105 @@ def append(inputs: Append) -> Tensor | None:
         recipe.direct(recipe.grid, block)
         recipe.direct.free.append(block)
     return out
+
+
+def _recipe(inputs: Append, tensors: list[Tensor | None], aligned: bool) -> _Recipe:
+    key = (
+        *[None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors],
+        aligned, inputs.interleaved, inputs.k.get_device(),
+    )  # fmt: skip
+    recipe = _recipes.get(key)
+    if recipe is None:
+        recipe = _make(inputs, tensors, aligned)
+        if len(_recipes) >= MOST_RECIPES:
+            _recipes.clear()
+        _recipes[key] = recipe
+    return recipe
+
+
+def _tensors(inputs: Append) -> list[Tensor | None]:
+    """The tensors of a launch, in the order of TENSORS, as the kernel reads them."""
+    turning = inputs.q is not None and inputs.cos is not None
+    q = _rows(inputs.q) if turning and inputs.q is not None else None
+    return [
+        _rows(inputs.k_new), _rows(inputs.v_new), inputs.k, inputs.v, q, inputs.empty_q() if q is not None else None,
+        _plain(inputs.lengths), _plain(inputs.block_table), _plain(inputs.cu_seqlens_new),
+        _plain(inputs.cu_seqlens_q) if q is not None else None,
+        _rows(inputs.cos), _rows(inputs.sin), _plain(inputs.positions_q), _plain(inputs.positions_k),
+        _plain(inputs.first), _plain(inputs.k_scale), _plain(inputs.v_scale),
+    ]  # fmt: skip
+
+
+def _joint(tensors: list[Tensor | None]) -> int:
+    """The addresses that may have to be aligned, by or."""
+    joint = 0
+    for n in ALIGNED:
+        t = tensors[n]
+        joint |= 0 if t is None else t.data_ptr()
+    return joint
+
+
+class Prepared:
+    """Appends of dense tokens that differ from one that was made in their tensors' contents and addresses only."""
+
+    def __init__(self, direct: Direct, grid: int, out: Tensor | None, aligned: bool) -> None:
+        self.direct, self.grid, self.aligned = direct, grid, aligned
+        self.at = [direct.slots.get(n) for n in range(len(TENSORS))]
+        self.out = None if out is None else (out.shape, out.stride(), out.dtype, out.device)
+
+    def __call__(self, inputs: Append) -> Tensor | None:
+        """As `append`."""
+        q, out = inputs.q, None
+        k_new, v_new, k, v = (
+            inputs.k_new.data_ptr(),
+            inputs.v_new.data_ptr(),
+            inputs.k.data_ptr(),
+            inputs.v.data_ptr(),
+        )
+        joint, block, at = k_new | v_new | k | v, self.direct.block(), self.at
+        words = block.words
+        words[at[0]], words[at[1]], words[at[2]], words[at[3]] = k_new, v_new, k, v
+        words[at[6]] = inputs.lengths.data_ptr()
+        if q is not None and self.out is not None and inputs.cos is not None and inputs.sin is not None:
+            shape, strides, dtype, device = self.out
+            out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            words[at[4]], words[at[5]] = q.data_ptr(), out.data_ptr()
+            joint |= q.data_ptr()
+            words[at[10]], words[at[11]] = inputs.cos.data_ptr(), inputs.sin.data_ptr()
+        if inputs.block_table is not None:
+            words[at[7]] = inputs.block_table.data_ptr()
+        if (joint & 15 and self.aligned) or torch._C._cuda_getDevice() != self.direct.device:
+            self.direct.free.append(block)
+            return append(inputs)
+        self.direct(self.grid, block)
+        self.direct.free.append(block)
+        return out
+
+
+def prepare(inputs: Append) -> Prepared | None:
+    """A function for appends like one that `append` has done; None where the long way is as good: packed tokens,
+    given positions, factors of what is stored, tensors that the kernel reads as copies."""
+    plain = (
+        inputs.cu_seqlens_new, inputs.cu_seqlens_q, inputs.positions_q, inputs.positions_k, inputs.first,
+        inputs.k_scale, inputs.v_scale,
+    )  # fmt: skip
+    if any(t is not None for t in plain) or not _takes(inputs):
+        return None
+    turning = inputs.q is not None and inputs.cos is not None
+    if not turning and (inputs.q is not None or inputs.cos is not None):
+        return None
+    tensors = _tensors(inputs)
+    given = (
+        inputs.k_new, inputs.v_new, inputs.k, inputs.v, inputs.q, tensors[OUT], inputs.lengths, inputs.block_table,
+        None, None, inputs.cos, inputs.sin,
+    )  # fmt: skip
+    if any(a is not b for a, b in zip(tensors, given, strict=False)):
+        return None
+    aligned = _joint(tensors) & 15 == 0
+    recipe = _recipe(inputs, tensors, aligned)
+    if recipe.direct is None or not recipe.grid:
+        return None
+    return Prepared(recipe.direct, recipe.grid, tensors[OUT], aligned)
 
 
 def _takes(inputs: Append) -> bool:
