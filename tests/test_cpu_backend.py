@@ -130,6 +130,37 @@ def test_gradient_of_a_bias_that_heads_share(shape: tuple[int, ...], monkeypatch
         torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-5)
 
 
+PAIR_LEAVES: dict[str, tuple] = {
+    "by rows": (lambda s, i, j, t: s + t[i, j], (37, 83), {}),
+    "by columns": (lambda s, i, j, t: s + t[j, i], (83, 37), {}),
+    "by positions, clamped": (lambda s, i, k, t: s * t[i, k], (37, 50), {"k_offset": -20, "q_offset": 5}),
+    "twice, masked": (
+        lambda s, i, k, t: s * t[i, k] + tw.tanh(t[i, k]),
+        (37, 150),
+        {"k_offset": 20, "q_offset": 5, "mask": tw.window(30, 30)},
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", PAIR_LEAVES)
+def test_gradient_of_a_leaf_of_one_number_a_pair(
+    kind: str, dtype: torch.dtype, poisoned_memory: None
+) -> None:
+    """Leaves that are turned, whole groups of keys and the rest: the leaf's gradient and those of q, k and v."""
+    term, shape, options = PAIR_LEAVES[kind]
+    tensors = [t.to(dtype) for t in (*draw(1, 2, 1, 37, 83, 16, 24), torch.randn(shape))]
+    found = []
+    for wide, backend in ((torch.float64, "naive"), (dtype, "cpu")):
+        *inputs, leaf = leaves = [t.to(wide).requires_grad_() for t in tensors]
+        out = tw.attention(*inputs, scores=tw.custom_score(term, leaf), backend=backend, **options)
+        weights = torch.linspace(-1, 1, out.numel()).view(out.shape).to(wide)
+        found.append(torch.autograd.grad(out, leaves, weights))
+    for want, got in zip(*found, strict=True):
+        bound = (1e-5 if dtype == torch.float32 else 2e-2) * float(want.abs().max())
+        torch.testing.assert_close(got.double(), want, atol=bound, rtol=0)
+
+
 def test_words_are_accurate_and_exact_at_the_ends() -> None:
     """tanh, exp2 and log2 of scores from tiny to huge, and -inf exactly where it belongs."""
     q = torch.ones(1, 1, 1, 1)

@@ -27,7 +27,7 @@ from tilewise.backends.cpu.words import I32, I64, Words
 from tilewise.spec import expression as ex
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from tilewise.backends.cpu.isa import Isa
@@ -105,9 +105,16 @@ class Tile:
 
     @contextlib.contextmanager
     def keys(
-        self, outer: VectorPrinter, rows: list[VectorPrinter], count: ir.Value, first: ir.Value
+        self,
+        outer: VectorPrinter,
+        rows: list[VectorPrinter],
+        count: ir.Value,
+        first: ir.Value,
+        done: Callable[[ir.Value, ir.Value], None] | None = None,
     ) -> Iterator[tuple[ir.Value, dict[Node, ir.Value]]]:
-        """for key in range(count): (key, where the turned leaves have its row). Column `first` is key 0."""
+        """for key in range(count): (key, where the turned leaves have its row). Column `first` is key 0.
+
+        Where leaves are turned, done(first key, keys) follows each group."""
         if not self.stages:
             with self.loop(count, "key") as key:
                 yield key, {}
@@ -121,11 +128,14 @@ class Tile:
             for stage in self.stages:
                 stage.fill(shared)
             rest = b.sub(count, start)
-            with self.loop(b.select(b.icmp_signed("<", rest, I64(GROUP)), rest, I64(GROUP)), "key") as n:
+            rest = b.select(b.icmp_signed("<", rest, I64(GROUP)), rest, I64(GROUP))
+            with self.loop(rest, "key") as n:
                 yield (
                     b.add(start, n),
                     {stage.node: b.add(stage.buffer, b.mul(n, I64(stage.row))) for stage in self.stages},
                 )
+            if done is not None:
+                done(start, rest)
 
     def pair(
         self,

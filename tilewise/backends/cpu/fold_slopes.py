@@ -4,7 +4,8 @@
 
 turn a tile of raw scores and of dp into p and ds0 = p (dp - delta) d score / d s, and add ds d score / d leaf to
 the gradients of the leaves: `grads` is int64, per leaf (address, bytes of one task's part, byte stride per
-dimension). What is one number for the rows or the keys is summed in registers first; a gather is transposed to
+dimension). What is one number for the rows or the keys is summed in registers first; one number a pair, as a bias has
+it, is turned by squares, so that rows of the leaf are added to by vectors of keys; another gather is transposed to
 additions in the order of the tile. A task owns what it adds to, so bits do not depend on threads.
 """
 
@@ -20,6 +21,7 @@ from tilewise.backends.cpu.isa import STRIP
 from tilewise.backends.cpu.parameters import LANE as ROW
 from tilewise.backends.cpu.parameters import LANES
 from tilewise.backends.cpu.print_vector import KEY, LANE
+from tilewise.backends.cpu.stage import AHEAD, GROUP, along_keys, room
 from tilewise.backends.cpu.words import F32, I32, I64
 from tilewise.spec.derivative import differentiate
 
@@ -57,14 +59,32 @@ class Site:
         self.base = self.b.add(base, self.b.mul(task, self.w.load(grads, 8 * (self.at + 1), I64)))
         self.strides = [self.w.load(grads, 8 * (self.at + 2 + n), I64) for n in range(len(node.args))]
         self.sums = [self.b.alloca(self.w.f) for _ in range(tile.vectors)]
+        self.dimension = along_keys(node, tile.rank, tile.slots)
+        if self.dimension is not None:
+            self.buffer, self.addresses = room(self.b, F32, GROUP * STRIP), room(self.b, I64, STRIP)
 
     def clear(self) -> None:
         for cell in self.sums:
             self.b.store(self.w.k(0.0), cell)
 
-    def add(self, v: int, printer: VectorPrinter, value: ir.Value) -> None:
+    def set_rows(self, rows: list[VectorPrinter]) -> None:
+        """Where each row of the strip begins in a leaf of one number a pair."""
+        if self.dimension is None:
+            return
+        for v, printer in enumerate(rows):
+            base, lanes = self._offset(printer, self.dimension)
+            for lane in range(self.w.lanes):
+                address = (
+                    base if lanes is None else self.b.add(base, self.b.extract_element(lanes, I32(lane)))
+                )
+                self.w.store(address, self.addresses, 8 * (v * self.w.lanes + lane))
+
+    def add(self, v: int, key: ir.Value, printer: VectorPrinter, value: ir.Value) -> None:
         """One vector of contributions."""
-        if not self.per_key:
+        if self.dimension is not None:
+            row = self.b.mul(self.b.and_(key, I64(GROUP - 1)), I64(4 * STRIP))
+            self.w.store(value, self.b.add(self.buffer, row), 4 * v * self.w.lanes)
+        elif not self.per_key:
             self.b.store(self.b.fadd(self.b.load(self.sums[v]), value), self.sums[v])
         else:
             self._scatter(printer, value)
@@ -75,6 +95,38 @@ class Site:
             for v, printer in enumerate(rows):
                 self._scatter(printer, self.b.load(self.sums[v]))
 
+    def add_group(self, first: ir.Value, count: ir.Value) -> None:
+        """What stands in the buffer to the rows of the leaf; first: the index of the group's first key."""
+        b, w = self.b, self.w
+        slot = self.tile.slots.leaf_at[int(self.node.value)] + 1 + 2 * self.dimension  # type: ignore[arg-type, operator]
+        size, stride = w.load(self.tile.spec, 8 * slot, I64), self.strides[self.dimension]  # type: ignore[index]
+        first = b.sext(first, I64)
+        whole = b.and_(b.icmp_signed("==", count, I64(GROUP)), b.icmp_signed("==", stride, I64(4)))
+        whole = b.and_(whole, b.icmp_signed("<=", b.add(first, I64(GROUP)), size))
+        whole = b.and_(whole, b.icmp_signed(">=", first, I64(0)))
+        with b.if_else(whole) as (vectors, elements):
+            with vectors:
+                self._add_squares(b.mul(first, stride))
+            with elements, self.tile.loop(count, "turned") as key:
+                at, last = b.add(first, key), b.sub(size, I64(1))
+                at = b.select(b.icmp_signed("<", at, I64(0)), I64(0), at)
+                at = b.mul(b.select(b.icmp_signed(">", at, last), last, at), stride)
+                with self.tile.loop(I64(STRIP), "lane") as lane:
+                    place = b.add(b.mul(key, I64(4 * STRIP)), b.mul(lane, I64(4)))
+                    start = w.load(self.addresses, b.mul(lane, I64(8)), I64)
+                    self._accumulate(b.add(start, at), w.load(self.buffer, place, F32))
+
+    def _add_squares(self, offset: ir.Value) -> None:
+        b, w = self.b, self.w
+        for lane in range(STRIP):
+            w.prefetch(b.add(w.load(self.addresses, 8 * lane, I64), offset), 4 * AHEAD, write=True)
+        for lane in range(0, STRIP, w.lanes):
+            for key in range(0, GROUP, w.lanes):
+                columns = [w.load(self.buffer, 4 * ((key + n) * STRIP + lane)) for n in range(w.lanes)]
+                for n, row in enumerate(w.transpose(columns)):
+                    to = b.add(w.load(self.addresses, 8 * (lane + n), I64), offset)
+                    w.store(b.fadd(w.load(to, 4 * key), row), to, 4 * key)
+
     def _scatter(self, printer: VectorPrinter, value: ir.Value) -> None:
         base, lanes = self._offset(printer)
         if lanes is None:
@@ -84,11 +136,13 @@ class Site:
             step = self.b.extract_element(lanes, I32(lane))
             self._accumulate(self.b.add(base, step), self.b.extract_element(value, I32(lane)))
 
-    def _offset(self, printer: VectorPrinter) -> tuple[ir.Value, ir.Value | None]:
+    def _offset(self, printer: VectorPrinter, without: int | None = None) -> tuple[ir.Value, ir.Value | None]:
         b, base, lanes = self.b, self.base, None
         slot = self.tile.slots.leaf_at[int(self.node.value)]  # type: ignore[arg-type]
         wide = ir.VectorType(I64, self.w.lanes)
         for n, index in enumerate(self.node.args):
+            if n == without:
+                continue
             last = b.sub(b.trunc(printer.slot(slot + 1 + 2 * n), I32), I32(1))
             if not printer.is_vector(index):
                 inside = printer._clamp(printer.values[index], last, I32(0))
@@ -128,6 +182,13 @@ def print_slopes(
     step = 4 * w.lanes
     sites = [Site(tile, node, adjoint, grads, task) for node, adjoint in loads]
     outer = tile.prologue()
+
+    def add_groups(start: ir.Value, count: ir.Value) -> None:
+        shared = tile.key(outer, b.add(first, start))
+        for site in sites:
+            if site.dimension is not None:
+                site.add_group(shared[site.node.args[site.dimension]], count)
+
     with tile.loop(strips, "strip") as strip:
         at = b.mul(strip, I64(4 * STRIP))
         rows = tile.lanes_of(outer, strip)
@@ -137,7 +198,8 @@ def print_slopes(
         delta = [w.load(here, LANES.delta + v * step) for v in range(tile.vectors)]
         for site in sites:
             site.clear()
-        with tile.keys(outer, rows, keys, first) as (key, staged):
+            site.set_rows(rows)
+        with tile.keys(outer, rows, keys, first, add_groups) as (key, staged):
             shared = tile.key(outer, b.add(first, key))
             offset = b.add(b.mul(key, I64(ROW)), at)
             for v in range(tile.vectors):
@@ -152,7 +214,7 @@ def print_slopes(
                 ds = b.fmul(p, b.fsub(w.load(dp, place), delta[v]))
                 for site in sites:
                     part = b.fmul(ds, printer.vector(site.adjoint))
-                    site.add(v, printer, b.select(dead, w.k(0.0), part))
+                    site.add(v, key, printer, b.select(dead, w.k(0.0), part))
                 w.store(p, s, place)
                 w.store(b.select(dead, w.k(0.0), b.fmul(ds, printer.vector(derivative.s))), dp, place)
         for site in sites:

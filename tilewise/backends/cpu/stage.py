@@ -42,6 +42,13 @@ def along_keys(node: Node, rank: dict[Node, int], slots: Slots) -> int | None:
     return moving[0]
 
 
+def room(b: ir.IRBuilder, type_: ir.Type, count: int) -> ir.Value:
+    """The address of so many elements on the stack."""
+    cell = b.alloca(ir.ArrayType(type_, count))
+    cell.align = 64
+    return b.ptrtoint(cell, I64)
+
+
 class Stage:
     """The buffer of one load: GROUP rows, one a key, of STRIP elements."""
 
@@ -52,13 +59,8 @@ class Stage:
         self.type = I8 if node.type == "bool" else F32
         self.size = 1 if node.type == "bool" else 4
         self.row = STRIP * self.size
-        self.buffer = self._room(self.type, GROUP * STRIP)
-        self.addresses = self._room(I64, STRIP)
-
-    def _room(self, type_: ir.Type, count: int) -> ir.Value:
-        cell = self.b.alloca(ir.ArrayType(type_, count))
-        cell.align = 64
-        return self.b.ptrtoint(cell, I64)
+        self.buffer = room(self.b, self.type, GROUP * STRIP)
+        self.addresses = room(self.b, I64, STRIP)
 
     def set_rows(self, rows: list[VectorPrinter]) -> None:
         """Where each row of the strip begins in the leaf."""

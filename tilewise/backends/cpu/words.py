@@ -85,14 +85,14 @@ class Words:
         self.b._insert(found)
         return found
 
-    def prefetch(self, base: ir.Value, offset: int) -> None:
-        """Ask for a line of memory in the second-level cache; the address need not exist."""
+    def prefetch(self, base: ir.Value, offset: int, write: bool = False) -> None:
+        """Ask for a line of memory in the second-level cache, to be read or written; the address need not exist."""
         byte = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
         found = self.b.module.globals.get("llvm.prefetch.p0") or ir.Function(
             self.b.module, kind, "llvm.prefetch.p0"
         )
-        self.b.call(found, [self.address(base, offset, I8), I32(0), I32(2), I32(1)])
+        self.b.call(found, [self.address(base, offset, I8), I32(int(write)), I32(2), I32(1)])
 
     def call(self, name: str, type_: ir.Type, *args: ir.Value) -> ir.Value:
         kind = ir.FunctionType(type_, [a.type for a in args])
