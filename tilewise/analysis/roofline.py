@@ -26,9 +26,6 @@ from tilewise.analysis.machines import Machine, Number
 
 __all__ = ["ROOFS", "Prediction", "Shape", "Work", "device_bytes", "predict_time", "what_if", "work_of"]
 
-ROWS_A_WORKER = 128
-"""Rows of queries that a worker has in flight: a tile of 128, or two of 64. Source: the tiles of FlashAttention-2, -3
-and the Triton backend."""
 ROOFS = ("matrix units", "exponentials", "on-chip traffic", "device memory")
 
 
@@ -93,9 +90,10 @@ def work_of(shape: Shape, machine: Machine) -> Work:
 def device_bytes(shape: Shape, machine: Machine) -> float:
     """Bytes of device memory of a call: what must move once, and keys again where a shared cache does not hold them.
 
-    Tiles in flight, about 128 rows a worker, run side by side over the keys of some heads. If those keys fill no more
-    than half of the cache that all workers share, they are read once a head; else once for each generation of tiles,
-    which read them at about the same time. Without such a cache every tile reads its own keys.
+    Tiles in flight, as many a worker as fit its memory, run side by side over the keys of some heads. If those keys
+    fill no more than half of the cache that all workers share, they are read once a head; else once for each
+    generation of tiles, which read them at about the same time. Keys beyond the whole cache are priced alike, too low:
+    tiles drift apart there. Without such a cache every tile reads its own keys.
 
     Backward: as FlashAttention-2's second pass, queries streamed past key tiles.
 
@@ -123,7 +121,7 @@ def _streamed(shape: Shape, machine: Machine, tiled: tuple[int, int], streamed: 
     if machine.cache_bytes is None:
         return every
     length, block = tiled
-    in_flight = machine.workers * max(ROWS_A_WORKER, block)
+    in_flight = machine.workers * _tiles_a_worker(shape, machine) * block
     abreast = min(shape.heads_abreast, shape.heads)
     together = min(max(abreast, -(-in_flight // max(length, 1))), shape.heads)
     working = together * streamed * (shape.head_dim + shape.head_dim_v) * shape.itemsize
@@ -131,6 +129,15 @@ def _streamed(shape: Shape, machine: Machine, tiled: tuple[int, int], streamed: 
         return once
     # A generation takes in_flight of the rows of the heads that run abreast.
     return max(once, int(every / -(-length // block) * length * abreast / in_flight))
+
+
+def _tiles_a_worker(shape: Shape, machine: Machine) -> int:
+    """Tiles that share a worker: q's and two stages of k's and v's must fit its memory. A core has one."""
+    if machine.device == "cpu":
+        return 1
+    width = shape.head_dim + shape.head_dim_v
+    tile = (shape.block_q * shape.head_dim + 2 * shape.block_k * width) * shape.itemsize
+    return max(1, int(machine.tile_bytes.value // max(tile, 1)))
 
 
 def predict_time(work: Work, dtype: str, machine: Machine) -> Prediction:
