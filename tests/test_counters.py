@@ -58,10 +58,12 @@ def test_a_case_is_what_stands_between_its_markers(counters, tmp_path):
 
 
 @pytest.mark.parametrize("n, heads, heads_kv, dim, wanted", [
-    (1024, 32, 32, 128, 8), (8192, 32, 32, 128, 3), (8192, 32, 8, 128, 8), (16384, 16, 16, 128, 1),
-    (1 << 17, 4, 4, 256, 1),
+    (1024, 32, 32, 128, 8), (8192, 32, 32, 128, 8), (16384, 16, 16, 128, 8), (1 << 15, 4, 4, 128, 1),
+    (1 << 15, 32, 8, 64, 8), (1 << 16, 32, 8, 128, 8), (1 << 18, 32, 8, 128, 1), (1 << 17, 4, 4, 256, 1),
 ])  # fmt: skip
-def test_triton_runs_as_many_heads_abreast_as_a_quarter_of_the_cache_holds(n, heads, heads_kv, dim, wanted):
+def test_triton_runs_fewer_heads_abreast_where_rows_are_so_long_that_no_cache_holds_their_keys(
+    n, heads, heads_kv, dim, wanted
+):
     """On an H200's 60 MiB; query heads of a group count once, since they read the same keys."""
     from tilewise.backends.triton.machine import Machine
     from tilewise.backends.triton.tiles import Tiles, heads_abreast

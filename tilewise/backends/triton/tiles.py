@@ -21,8 +21,9 @@ FEWEST_KEYS = 256
 MOST_ABREAST = 8
 """Heads whose row tiles run side by side, at most."""
 CACHE_SHARE = 4
-"""Of the shared cache, heads that run abreast keep their K and V in this part. On an H200 (60 MiB) 32 MiB of them were
-read 4.5 times from memory, and 128 MiB 268 times; source: benchmarks/results/counters.jsonl."""
+"""Where the keys of the most heads abreast are more than twice the shared cache, only as many run abreast as keep
+theirs in this part of it. On an H200 (60 MiB) 128 MiB of keys were read 268 times from memory; source:
+benchmarks/results/counters.jsonl. Below that the tiles' order stays as it was timed."""
 INVARIANT_KEYS = 1024
 """Keys of a split under batch_invariant, where the number of splits follows from a sequence's own length."""
 
@@ -173,10 +174,11 @@ def splits_of(problem: Problem, tiles: Tiles, machine: Machine) -> tuple[int, in
 
 
 def heads_abreast(problem: Problem, tiles: Tiles, machine: Machine) -> int:
-    """Query heads (KV heads where tiles are packed) whose row tiles run side by side: as many as share the cache."""
-    if not machine.cache:
-        return MOST_ABREAST
+    """Query heads (KV heads where tiles are packed) whose row tiles run side by side: fewer where rows are so long that
+    the shared cache could not hold their keys."""
     s = problem.shape
     keys = keys_per_sequence(problem) * (s.head_dim + s.head_dim_v) * problem.dtype.itemsize
     sharing = 1 if tiles.packed else max(problem.group, 1)
+    if not machine.cache or MOST_ABREAST * keys <= 2 * machine.cache * sharing:
+        return MOST_ABREAST
     return max(1, min(MOST_ABREAST, machine.cache // CACHE_SHARE * sharing // max(keys, 1)))
