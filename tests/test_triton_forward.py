@@ -59,6 +59,10 @@ seen = ~tw.attention(q, k, v, mask=tw.causal() & ~tw.dense(hidden), backend="tri
 wanted = torch.zeros_like(seen)
 wanted[0, 60:, 3] = True
 found["again"] = [float((clean - same).abs().max()), float(not torch.equal(seen, wanted))]
+parts = tw.custom(lambda q, k: ((q - k) % 4 < 2) & ((q - 50) // 8 != k // 4))
+q, k = (torch.randn(1, 2, 70, 16).half() for _ in range(2))
+pair = [tw.attention(q, k, k, mask=parts, backend=name).float() for name in ("triton", "blockwise")]
+found["shifts"] = [float((pair[0] - pair[1]).abs().max())]
 print(json.dumps(found))
 """
 
@@ -83,6 +87,10 @@ def test_interpreter_agrees_with_float64_within_the_budgets(name, interpreted):
 def test_a_tall_tile_that_met_a_hidden_nan_is_done_again(interpreted):
     difference, elsewhere = interpreted["again"]
     assert difference < 1e-3 and not elsewhere
+
+
+def test_negative_numbers_divide_by_shifts_as_they_should(interpreted):
+    assert interpreted["shifts"][0] < 1e-2
 
 
 # ---- compiling -----------------------------------------------------------------------------------------------
@@ -229,6 +237,13 @@ def test_window_sizes_are_numbers_of_the_call():
 def test_printed_modules_name_no_feature():
     code = _text(tw.causal() & tw.window(5, 0), (tw.alibi(torch.ones(2)), tw.softcap(3.0))).split('"""', 2)[2]
     assert not any(word in code for word in ("causal", "window", "alibi", "softcap"))
+
+
+def test_powers_of_two_divide_by_shifts():
+    code = _text(tw.custom(lambda q, k: ((q - k) % 4 < 2) & (q // 8 == k // 8)), ())
+    keep = code[code.index("def keep") : code.index("def classify")]
+    assert "& 3" in keep and ">> 3" in keep and "_int(" not in keep
+    assert "mod_int(" in _text(tw.custom(lambda q, k: (q - k) % 3 == 0), ())
 
 
 def test_a_printed_module_is_a_file_that_can_be_read():

@@ -357,14 +357,15 @@ def backward(
 
 
 def _kind(call: Call, dlse: Tensor | None, needs: Needs) -> tuple[object, ...]:
-    """What a call's kernels, and their order, depend on."""
+    """What a call's kernels, and their order, depend on; who sums a leaf's gradient follows from its shape beside the
+    call's."""
     problem, inputs, s = call.problem, call.inputs, call.problem.shape
     tensors = (call.do, call.out, call.lse, dlse, inputs.sink, *call.places)
     return (
         problem.spec.text, problem.options, problem.dtype, s.head_dim, s.head_dim_v, call.slots, call.layout[1:],
         call.tiles, call.tma, call.device, needs, precision_of(problem.dtype), inputs.q_offset is None,
         tuple(None if t is None else t.dtype for t in tensors),
-        tuple((t.dtype, t.shape, t.stride()) for t in inputs.leaves),
+        tuple((t.dtype, t.shape, t.stride()) for t in inputs.leaves), s if inputs.leaves else None,
     )  # fmt: skip
 
 

@@ -88,6 +88,13 @@ class TilePrinter:
             return f"tl.div_rn({a[0]}, {a[1]})"
         if node.op in _INFIX:
             return f"{a[0]} {_INFIX[node.op]} {a[1]}"
+        if shift_of(node) is not None:
+            # Exact for negative numbers, too: a shift rounds down.
+            return (
+                f"{a[0]} >> {shift_of(node)}"
+                if node.op == "floordiv"
+                else f"{a[0]} & {2 ** shift_of(node) - 1}"
+            )
         if node.op in _BY_TYPE:
             return f"{_BY_TYPE[node.op][node.args[0].type]}({a[0]}, {a[1]})"
         return f"{_CALLS[node.op]}({', '.join(a)})"
@@ -123,6 +130,14 @@ class TilePrinter:
     def load(self, node: Node, a: list[str]) -> str:
         indices = [self.index(node, d, name) for d, name in enumerate(a)]
         return as_kind(f"tl.load({self.address(node, indices)})", node.type)
+
+
+def shift_of(node: Node) -> int | None:
+    """n where a node divides an integer by the literal 2 ** n, or takes the rest."""
+    if node.op not in ("floordiv", "mod") or node.args[0].type != "int" or node.args[1].op != "const":
+        return None
+    by = int(node.args[1].value)  # type: ignore[arg-type]
+    return by.bit_length() - 1 if by > 0 and by & (by - 1) == 0 else None
 
 
 def as_kind(text: str, kind: str) -> str:
