@@ -27,6 +27,9 @@ from tilewise.backends.triton.forward_kernel import (
 from tilewise.backends.triton.pages import table_row
 from tilewise.backends.triton.words import LN2, LOG2E
 
+LINES = tl.constexpr(32)
+"""Splits whose maxima are read at once."""
+
 
 @triton.jit
 def clamped_length(ptr, b, most):
@@ -217,25 +220,26 @@ def decode_part(
 @triton.jit
 def merge_parts(part_ptr, part_lse_ptr, unit, units, live, r, ROWS: tl.constexpr, COUNT: tl.constexpr,
                 DV_PAD: tl.constexpr, MERGED: tl.constexpr):  # fmt: skip
-    """(acc, m, l) of COUNT rows r of a unit from `live` splits, in their order; MERGED of them are loaded at once."""
-    m = tl.full([COUNT], -float("inf"), tl.float32)
+    """(acc, m, l) of COUNT rows r of a unit from `live` splits,
+    added one by one; MERGED of them are loaded at once."""
+    top = tl.full([COUNT], -float("inf"), tl.float32)
+    for start in range(0, live, LINES):
+        split = start + tl.arange(0, LINES)
+        line = (split.to(tl.int64) * units + unit)[:, None] * ROWS + r[None, :]
+        part_m = tl.load(
+            part_lse_ptr + 2 * line, mask=(split < live)[:, None] & (r >= 0)[None, :], other=-float("inf"),
+            cache_modifier=".cg",
+        )  # fmt: skip
+        top = tl.maximum(top, tl.max(part_m, 0))
+    pivot = tl.where(top == -float("inf"), 0.0, top)
     l = tl.zeros([COUNT], tl.float32)  # noqa: E741
     acc = tl.zeros([COUNT, DV_PAD], tl.float32)
     d = tl.arange(0, DV_PAD)
     for start in range(0, live, MERGED):
-        top = m
         for ahead in tl.static_range(MERGED):
-            line = (tl.cast(start + ahead, tl.int64) * units + unit) * ROWS + r
-            there = (r >= 0) & (start + ahead < live)
-            part_m = tl.load(part_lse_ptr + 2 * line, mask=there, other=-float("inf"), cache_modifier=".cg")
-            top = tl.maximum(top, part_m)
-        pivot = tl.where(top == -float("inf"), 0.0, top)
-        alpha = tl.exp2(m - pivot)
-        l *= alpha  # noqa: E741
-        acc *= alpha[:, None]
-        for ahead in tl.static_range(MERGED):
-            line = (tl.cast(start + ahead, tl.int64) * units + unit) * ROWS + r
-            there = (r >= 0) & (start + ahead < live)
+            split = start + ahead
+            line = (tl.cast(split, tl.int64) * units + unit) * ROWS + r
+            there = (r >= 0) & (split < live)
             part_m = tl.load(part_lse_ptr + 2 * line, mask=there, other=-float("inf"), cache_modifier=".cg")
             part_l = tl.load(part_lse_ptr + 2 * line + 1, mask=there, other=0.0, cache_modifier=".cg")
             part = tl.load(
@@ -244,8 +248,7 @@ def merge_parts(part_ptr, part_lse_ptr, unit, units, live, r, ROWS: tl.constexpr
             weight = tl.exp2(part_m - pivot)
             l += part_l * weight  # noqa: E741
             acc += part * weight[:, None]
-        m = top
-    return acc, m, l
+    return acc, top, l
 
 
 @triton.jit

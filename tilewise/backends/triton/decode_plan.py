@@ -22,11 +22,19 @@ MOST_ROWS = 64
 """Query rows times heads of a group that share one reading of the keys."""
 FEWEST_KEYS = 256
 """Keys of a split, at least."""
+MOST_WAVES = 8
+"""Splits, at most, of calls that fill the machine by themselves."""
+MOST_SPLITS = 128
+"""Beyond them the merge, which one program does, takes as long as the keys."""
+GOOD_SHARE = 0.98
+"""Of the best share of busy programs, what fewer splits have to reach."""
+LONG_KEYS = 1024
+"""Keys from which a program hides its beginning and its end."""
 INVARIANT_KEYS = 1024
 """Keys of a split under batch_invariant, counted in each sequence from its own first key."""
-MERGED_ELEMENTS = 2048
-"""Numbers of the splits' results that a warp loads at once, 64 registers of a thread."""
-MOST_MERGED = 16
+MERGED_ELEMENTS = 1024
+"""Numbers of the splits' results that a warp loads at once."""
+MOST_MERGED = 8
 MOST_MERGED_ROWS = 64
 MOST_GROUP = 128
 """Query heads for each KV head of a packed call: a tile of rows holds at least one query row of all of them."""
@@ -69,9 +77,10 @@ def reasons_against(problem: Problem) -> list[Reason]:
     if problem.spec.dropout:
         remedy = "Dropout over caches runs on 'blockwise'."
         reasons.append(Reason("no dropout over caches", "dropout", "none", remedy))
-    if problem.options.layout == "varlen" and problem.group > MOST_GROUP:
+    most = MOST_GROUP if problem.kv_dtype == problem.dtype != torch.float32 else CARE_M
+    if problem.options.layout == "varlen" and problem.group > most:
         rule = "query heads for each KV head of packed calls over caches"
-        reasons.append(Reason(rule, f"{problem.group}", f"at most {MOST_GROUP}", "Give q as (B, H, N, D)."))
+        reasons.append(Reason(rule, f"{problem.group}", f"at most {most}", "Give q as (B, H, N, D)."))
     if problem.kv_dtype != problem.dtype:
         allowed = "q's, or float8_e4m3fn with q in float16 or bfloat16"
         name = str(problem.kv_dtype).removeprefix("torch.")
@@ -110,35 +119,37 @@ def units_of(problem: Problem, plan: DecodePlan) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_of(problem: Problem, machine: Machine) -> DecodePlan:
-    """The plan of a call on a cache, or a decode call."""
+def plan_of(problem: Problem, machine: Machine, vectors: bool = True) -> DecodePlan:
+    """The plan of a call on a cache, or a decode call; vectors: whether rows of k and v can be read by 16 bytes."""
     s, varlen = problem.shape, problem.options.layout == "varlen"
-    d, dv = padded(s.head_dim), padded(s.head_dim_v)
     group = max(problem.group, 1)
-    block_m = _block_m(problem, machine)
+    block_m = _block_m(problem, machine, vectors)
     every = s.seqlen_q * group
-    block_n, warps, stages = _tiles(problem, d, dv, block_m, machine)
     row_tiles = s.seqlen_q // max(block_m // group, 1) + s.batch if varlen else -(-every // block_m)
     rows = block_m if row_tiles > 1 or varlen else 1 << max(every - 1, 0).bit_length()
-    splits, split_tiles = splits_of(problem, block_n, row_tiles, machine)
+    batch = 1 if varlen else s.batch
+    units = max(batch * s.num_heads_kv * row_tiles, 1)
+    block_n, warps, stages, each, resident = _tiles(problem, block_m, units, machine)
+    splits, split_tiles = splits_of(problem, block_n, units, resident * machine.sms)
     hides = problem.spec.keep is not None or problem.spec.score is not None
     care = "none" if not hides else "inline" if block_m <= CARE_M else "flag"
     merge = "later" if care == "flag" or rows > MOST_MERGED_ROWS else "here"
-    merged = max(1, min(MOST_MERGED, MERGED_ELEMENTS * warps // (rows * dv)))
-    each = 1
+    merged = max(1, min(MOST_MERGED, MERGED_ELEMENTS * warps // (rows * padded(s.head_dim_v))))
     return DecodePlan(
         block_m, block_n, warps, stages, splits, split_tiles, rows, row_tiles, merged, each, care, merge
     )
 
 
-def _block_m(problem: Problem, machine: Machine) -> int:
-    """Rows of a tile: 32 at most where few rows share one reading of the keys, and where products are slow."""
+def _block_m(problem: Problem, machine: Machine, vectors: bool) -> int:
+    """Rows of a tile: 32 at most where few rows share one reading of the keys, where products are slow, and where keys
+    do not come straight from memory into the products (see `launch_forward.CARE_M`)."""
     s, group = problem.shape, max(problem.group, 1)
     invariant = problem.options.batch_invariant and problem.options.layout == "varlen"
     rows = s.seqlen_q if problem.options.layout == "dense" else -(-s.seqlen_q // max(s.batch, 1))
     every = rows * group
     least = 16 if group <= 16 else 32 if group <= 32 else 64 if group <= 64 else 128
     slow = problem.dtype == torch.float32 or (machine.kind == "cuda" and machine.arch < 80)
+    slow = slow or not vectors or problem.kv_dtype != problem.dtype
     if every <= MOST_ROWS and not invariant:
         found = 16 if every <= 16 else 32
     else:
@@ -147,15 +158,29 @@ def _block_m(problem: Problem, machine: Machine) -> int:
     return max(found, least) if problem.options.layout == "varlen" else found
 
 
-def _tiles(problem: Problem, d: int, dv: int, block_m: int, machine: Machine) -> tuple[int, int, int]:
-    """(keys of a tile, warps, stages) that fit the machine."""
-    size = problem.kv_dtype.itemsize
+def _tiles(problem: Problem, block_m: int, units: int, machine: Machine) -> tuple[int, int, int, int, int]:
+    """(keys of a tile, warps, stages, states, programs that a multiprocessor is to hold).
+
+    Source: sweeps on an H200 over seven shapes of caches, the best of each in benchmarks/results/serving.jsonl.
+    """
+    d, dv = padded(problem.shape.head_dim), padded(problem.shape.head_dim_v)
+    each, resident = 1, 2
     if problem.dtype == torch.float32 or (machine.kind == "cuda" and machine.arch < 80):
         block_n, warps, stages = 16 if max(d, dv) > 128 else 32, 4, 2
-    elif max(d, dv) <= 128:
-        block_n, warps, stages = 64, 8 if block_m > 64 else 4, 3
-    else:
+    elif max(d, dv) > 128:
         block_n, warps, stages = 32, 8 if block_m > 64 else 4, 3
+    elif block_m > CARE_M:
+        block_n, warps, stages = 64, 8 if block_m > 64 else 4, 3
+    elif _alone(problem, block_m, units, machine):
+        # One program reads all that its multiprocessor can: its warps must not wait for each other.
+        block_n, warps, stages, each, resident = 64, 4, 4, 4, 1
+    elif problem.kv_dtype.itemsize == 1:
+        block_n, warps, stages, resident = 64, 4, 4, 4
+    else:
+        scattered = problem.options.pages and problem.shape.seqlen_k != problem.page_size
+        few = units <= machine.sms and (block_m > 16 or scattered)
+        block_n, warps, stages = 64, 4, 3 if few or problem.options.batch_invariant else 4
+    size = problem.kv_dtype.itemsize
     while problem.dtype.itemsize * block_m * d + stages * block_n * (d + dv) * size > machine.shared:
         if stages > 2:
             stages -= 1
@@ -163,15 +188,25 @@ def _tiles(problem: Problem, d: int, dv: int, block_m: int, machine: Machine) ->
             block_n //= 2
         else:
             break
-    return block_n, warps, stages
+    return block_n, warps, stages, each if block_n >= 16 * warps else 1, resident
 
 
-def splits_of(problem: Problem, block_n: int, row_tiles: int, machine: Machine) -> tuple[int, int]:
-    """(splits of the keys, tiles of a split or 0 where a sequence divides its keys evenly)."""
-    s = problem.shape
+def _alone(problem: Problem, block_m: int, units: int, machine: Machine) -> bool:
+    """Whether one program for each multiprocessor is best: 16 rows without masks, long runs of neighbouring keys."""
+    if block_m > 16 or problem.options.batch_invariant or problem.kv_dtype != problem.dtype:
+        return False
+    if problem.spec.keep is not None or problem.spec.score is not None or units > machine.sms:
+        return False
+    scattered = problem.page_size % 64 != 0 and problem.shape.seqlen_k != problem.page_size
+    return not scattered and problem.shape.seqlen_k // (machine.sms // units) >= LONG_KEYS
+
+
+def splits_of(problem: Problem, block_n: int, units: int, slots: int) -> tuple[int, int]:
+    """(splits of the keys, tiles of a split or 0 where a sequence divides its keys evenly); slots: programs that the
+    machine holds at once, of which the fewest splits are to leave few without work."""
+    keys = problem.shape.seqlen_k
     if problem.options.batch_invariant:
-        return max(1, -(-s.seqlen_k // INVARIANT_KEYS)), INVARIANT_KEYS // block_n
-    batch = 1 if problem.options.layout == "varlen" else s.batch
-    units = max(batch * s.num_heads_kv * row_tiles, 1)
-    most = max(1, s.seqlen_k // FEWEST_KEYS)
-    return max(1, min(most, 2 * machine.sms // units)), 0
+        return max(1, -(-keys // INVARIANT_KEYS)), INVARIANT_KEYS // block_n
+    most = max(1, min(keys // FEWEST_KEYS, max(slots // units, MOST_WAVES), MOST_SPLITS))
+    busy = [units * n / (-(-units * n // slots) * slots) for n in range(1, most + 1)]
+    return next(n for n, share in enumerate(busy, 1) if share >= GOOD_SHARE * max(busy)), 0

@@ -97,6 +97,9 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
     s = problem.shape
     if not (s.batch and s.num_heads_kv and s.head_dim and s.head_dim_v and s.seqlen_k and inputs.k.shape[0]):
         return None
+    tall = problem.options.layout == "varlen" and problem.group > CARE_M
+    if tall and _step((inputs.k, inputs.v), (s.head_dim, s.head_dim_v)) == 1:
+        return None
     kind = _kind_of(problem, inputs)
     recipe = _recipes.get(kind)
     if recipe is None:
@@ -148,10 +151,10 @@ def _kind_of(problem: Problem, inputs: Inputs) -> tuple[object, ...]:
 def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     """Decide how calls of this kind run, and compile their kernel."""
     device = max(inputs.q.get_device(), 0)
-    plan = decode_plan.plan_of(problem, machine_of(device))
     out = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
     step_q = _step((inputs.q, out), (problem.shape.head_dim, problem.shape.head_dim_v))
     step = _step((inputs.k, inputs.v), (problem.shape.head_dim, problem.shape.head_dim_v))
+    plan = decode_plan.plan_of(problem, machine_of(device), step > 1)
     values = _shared_values(problem, inputs, slots, plan, (step, step_q), out)
     count = inputs.q.new_empty(0, dtype=torch.int32)
     floats = inputs.q.new_empty(0, dtype=torch.float32)

@@ -1,0 +1,268 @@
+"""Caches on the Triton backend without a GPU: the interpreter runs kernels for decoding, appending and merging, and
+they compile for Hopper. The interpreter is chosen before a kernel is imported: a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.problem import Options, Problem, Shape
+from tilewise.spec.attention import AttentionSpec, spec_text
+from tilewise.spec.masks import as_mask
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+CASES = (
+    "cached-paged1-ragged", "cached-paged3-one", "cached-contiguous-ragged", "cached-leftpad-one",
+    "cached-seqused_q-ragged", "cached-mask-window_4_2-leftpad", "cached-everything-float16",
+    "cached-float8-page-float16", "cached-no-keys-sink",
+)  # fmt: skip
+RUN = """
+import json, sys
+import torch
+sys.path.insert(0, "tests")
+import triton_interpreter
+triton_interpreter.repair()
+import tilewise as tw
+from tilewise.backends.protocol import Append
+from tilewise.backends.reference import append as reference
+from tilewise.backends.triton import launch_append
+from tilewise.serving import CacheView, attend_pages
+from tilewise.testing.cases_cached import cached_cases
+from tilewise.testing.conformance_cached import run_cached_case
+
+torch.set_num_threads(1)
+found = {}
+cases = {case.name: case for case in cached_cases()}
+for name in sys.argv[1:]:
+    try:
+        run_cached_case(cases[name], "triton", torch.device("cpu"))
+        found[name] = ""
+    except AssertionError as error:
+        found[name] = str(error) or "failed"
+
+# Splits: one head of one sequence, 600 of 1024 keys; by pages, of which the last ones hold NaN.
+torch.manual_seed(0)
+q, k, v = torch.randn(1, 2, 2, 16), torch.randn(70, 1, 16, 16), torch.randn(70, 1, 16, 16)
+table = torch.randperm(70)[:64].reshape(1, 64).to(torch.int32)
+k[table[0, 38:].long()] = v[table[0, 38:].long()] = float("nan")
+call = dict(block_table=table, seqused_k=torch.tensor([600], dtype=torch.int32), mask=tw.causal())
+found["plan"] = tw.explain(torch.randn(1, 2, 2, 16), torch.randn(1, 1, 1024, 16), torch.randn(1, 1, 1024, 16),
+                           backend="triton").schedule.splits
+out, lse = attend_pages(q, k, v, backend="triton", **call)
+truth, lse_truth = attend_pages(q, k, v, backend="blockwise", **call)
+found["splits"] = max(float((out - truth).abs().max()), float((lse - lse_truth).abs().max()))
+invariant = attend_pages(q, k, v, backend="triton", batch_invariant=True, **call)[0]
+both = {**call, "block_table": table.expand(2, 64), "seqused_k": torch.tensor([600, 3], dtype=torch.int32)}
+pair = attend_pages(q.expand(2, 2, 2, 16), k, v, backend="triton", batch_invariant=True, **both)[0]
+found["invariant"] = bool((pair[0] == invariant[0]).all())
+
+# Appending: every kind of rotation and place, bit by bit the reference's.
+def append(packed, rotation, interleaved, given):
+    lengths, table = torch.tensor([0, 7, 11]).int(), torch.randperm(60)[:36].reshape(3, 12).int()
+    k, v = torch.randn(60, 2, 8, 20), torch.randn(60, 2, 8, 12)
+    edges = torch.tensor([0, 3, 3, 9]).int()
+    lead = (11,) if packed else (3,)
+    shape = (lambda h, d: (11, h, d)) if packed else (lambda h, d: (3, h, 5, d))
+    new_k, new_v, q = torch.randn(shape(2, 20)), torch.randn(shape(2, 12)), torch.randn(shape(4, 20))
+    cos, sin = (torch.randn(40, rotation // 2) for _ in range(2))
+    at = torch.randint(0, 40, (11,) if packed else (3, 5)).int() if given else None
+    results = []
+    for function in (reference.append, launch_append.append):
+        pools = k.clone(), v.clone()
+        turned = function(Append(new_k, new_v, *pools, lengths, table, edges if packed else None, q,
+                                 edges if packed else None, cos, sin, interleaved, at, at, None, None, None))
+        results.append((*pools, turned[:9] if packed else turned))
+    return all(torch.equal(a, b) for a, b in zip(*results))
+found["append"] = [append(False, 20, False, False), append(False, 12, True, True), append(True, 20, False, False)]
+
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict:
+    root = Path(__file__).parent.parent
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *CASES], cwd=root, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreter_agrees_with_float64_within_the_budgets(name, interpreted):
+    assert interpreted[name] == ""
+
+
+def test_splits_of_the_keys_are_merged_by_the_last_of_them(interpreted):
+    assert interpreted["plan"] > 1 and interpreted["splits"] < 1e-5
+
+
+def test_invariant_calls_give_the_bits_of_a_sequence_alone(interpreted):
+    assert interpreted["invariant"]
+
+
+def test_appending_gives_the_bits_of_the_reference(interpreted):
+    assert all(interpreted["append"])
+
+
+# ---- plans and refusals --------------------------------------------------------------------------------------
+
+
+def _problem(shape: Shape, mask: tw.Mask | None = None, **options) -> Problem:
+    spec = AttentionSpec.parse(spec_text(as_mask(mask), (), False, options.pop("dropout", False)))
+    stored = options.pop("stored", None)
+    return Problem(
+        spec, Options(pages=True, block_table=True, seqused_k=True, **options), shape, torch.bfloat16, "cuda",
+        page_size=16, stored_dtype=stored,
+    )  # fmt: skip
+
+
+def test_plans_follow_from_the_capacity_and_fill_the_machine():
+    from tilewise.backends.triton.decode_plan import plan_of
+    from tilewise.backends.triton.machine import Machine
+
+    machine = Machine("cuda", 90, 232448, 132)
+    for batch, heads_kv, keys in (
+        (8, 8, 32768),
+        (1, 8, 131072),
+        (64, 8, 4096),
+        (16, 1, 32768),
+        (1, 1, 65536),
+    ):
+        plan = plan_of(_problem(Shape(batch, 4 * heads_kv, heads_kv, 1, keys, 128, 128)), machine)
+        programs = batch * heads_kv * plan.splits
+        assert programs >= 0.9 * machine.sms and plan.block_m == 16
+    few = plan_of(_problem(Shape(1, 32, 8, 1, 512, 128, 128)), machine)
+    assert few.splits <= 2
+
+
+def test_eight_drafts_of_a_group_of_four_are_one_tile():
+    from tilewise.backends.triton.decode_plan import plan_of
+    from tilewise.backends.triton.machine import Machine
+
+    plan = plan_of(_problem(Shape(8, 32, 8, 8, 32768, 128, 128)), Machine("cuda", 90, 232448, 132))
+    assert plan.row_tiles == 1 and plan.block_m == 32
+
+
+@pytest.mark.parametrize(
+    "options, word",
+    [
+        ({"dropout": True}, "dropout"),
+        ({"stored": torch.float8_e5m2}, "element type of the cache"),
+    ],
+)
+def test_refusals_name_the_rule(options, word):
+    from tilewise.backends.triton.decode_plan import reasons_against
+
+    reasons = reasons_against(_problem(Shape(1, 4, 2, 1, 64, 64, 64), **options))
+    assert any(word in reason.rule for reason in reasons)
+
+
+# ---- a prepared call -----------------------------------------------------------------------------------------
+
+
+def _captured(monkeypatch) -> list[tuple[int, int, bytes]]:
+    """Launches of prepared calls as the driver would see them: (grid, grid_y, bytes of the arguments)."""
+    import ctypes
+    from types import SimpleNamespace
+
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from tilewise.backends.triton import compile as compiling
+    from tilewise.backends.triton import direct, launch, launch_decode
+    from tilewise.backends.triton.machine import Machine
+
+    seen: list[tuple[int, int, bytes]] = []
+
+    def launcher(kernel, build, device):
+        made = compiling.compile_kernel(kernel, build, GPUTarget("cuda", 90, 32))
+        found = object.__new__(compiling.Launcher)
+        found.compiled = SimpleNamespace(asm=made.asm, metadata=made.metadata, function=1)
+        found.device = 0
+        return found
+
+    def launch_ex(config_at, function, params, extra_at):
+        config = ctypes.cast(config_at, ctypes.POINTER(direct._Config)).contents
+        extra = ctypes.cast(extra_at, ctypes.POINTER(ctypes.c_void_p * 5)).contents
+        size = ctypes.cast(extra[3], ctypes.POINTER(ctypes.c_size_t)).contents.value
+        seen.append((config.grid, config.grid_y, ctypes.string_at(extra[1], size)))
+        return 0
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(driver, "_active", None, raising=False)
+    monkeypatch.setattr(launch, "launcher", launcher)
+    monkeypatch.setattr(launch, "_launchers", {})
+    monkeypatch.setattr(launch_decode, "machine_of", lambda device: Machine("cuda", 90, 232448, 132))
+    monkeypatch.setattr(direct, "_driver", lambda: launch_ex)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    return seen
+
+
+def test_a_prepared_call_hands_the_kernel_what_the_long_way_does(monkeypatch):
+    import struct
+
+    from tilewise.backends.triton import launch_decode, prepared_decode
+    from tilewise.problem import Inputs
+
+    seen = _captured(monkeypatch)
+    problem = _problem(Shape(2, 8, 2, 1, 1024, 64, 64), tw.causal())
+    assert problem.tensor_names == ("seqused_k", "block_table")
+
+    def drawn() -> Inputs:
+        q, k, v = torch.randn(2, 8, 1, 64), torch.randn(130, 2, 16, 64), torch.randn(130, 2, 16, 64)
+        tensors = [t.to(torch.bfloat16) for t in (q, k, v)]
+        lengths, table = torch.tensor([5, 900]).int(), torch.randperm(128).reshape(2, 64).int()
+        return Inputs(
+            *tensors,
+            (),
+            (),
+            (),
+            None,
+            0.125,
+            0.0,
+            0,
+            0,
+            None,
+            0,
+            -1,
+            -1,
+            seqused_k=lengths,
+            block_table=table,
+        )
+
+    prepared = prepared_decode.prepare(problem, drawn())
+    assert prepared is not None
+    recipe = prepared.recipe
+    for _ in range(3):  # the second call takes the first one's argument block
+        inputs = drawn()
+        out, lse = prepared(inputs.q, inputs.k, inputs.v, [inputs.seqused_k, inputs.block_table], True)
+        grid, grid_y, block = seen.pop()
+        assert (grid, grid_y) == (recipe.units, recipe.plan.splits) and recipe.plan.splits > 1
+        values = launch_decode._own_values(recipe, inputs, out, lse)
+        names = [a.partition(":")[0] for a in launch_decode.DECODE.arguments]
+        formats, at, found = {"i32": "<i", "i64": "<q", "fp32": "<f"}, 0, {}
+        for name, kind, value in zip(names, recipe.types, values, strict=True):
+            if kind == "constexpr":
+                continue
+            form = formats.get(kind, "<Q")
+            at = -(-at // struct.calcsize(form)) * struct.calcsize(form)
+            found[name] = struct.unpack_from(form, block, at)[0]
+            at += struct.calcsize(form)
+            own = name in ("part_ptr", "part_lse_ptr", "count_ptr")
+            wanted = value.data_ptr() if isinstance(value, torch.Tensor) else value
+            assert own or found[name] == wanted, name
+        room = 4 * recipe.units * recipe.plan.rows * recipe.plan.splits * 64
+        assert found["part_lse_ptr"] - found["part_ptr"] == room and found["count_ptr"]
