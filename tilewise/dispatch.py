@@ -80,6 +80,12 @@ class Registry:
 
 
 registry = Registry()
+registry.register(
+    "hopper",
+    "tilewise.backends.hopper.backend",
+    "Hopper",
+    by_name_only="the backend 'hopper' waits for its last run on the card",
+)
 registry.register("triton", "tilewise.backends.triton.backend", "Triton")
 registry.register("cpu", "tilewise.backends.cpu.backend", "Cpu")
 registry.register("blockwise", "tilewise.backends.reference.blockwise", "Blockwise", slow=True)

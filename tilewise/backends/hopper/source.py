@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tilewise.spec.attention import AttentionSpec
 
 FOLDS = re.compile(r"^from tilewise\.backends\.hopper\.plain import [\w, ]+$", re.MULTILINE)
-OWN_WORDS = ("like", "load_where", "tanh", "floordiv_int", "mod_int")
+OWN_WORDS = ("divide", "like", "load_where", "tanh", "floordiv_int", "mod_int")
 """What `words.py` here says in another way."""
 
 
@@ -34,6 +34,7 @@ def dialect(text: str) -> str:
     """Triton's language as Gluon's: the printers write nothing that has no word there."""
     text = re.sub(r"tl\.full\(\(\), (.*?), tl\.(\w+)\)", r"gl.to_tensor(\1).to(gl.\2)", text)
     text = re.sub(r"tl\.broadcast_to\((\w+), s\.shape\)", r"like(\1, s)", text)
+    text = re.sub(r"^(    t\d+ = )(\w+) / (\w+)$", r"\1divide(\2, \3)", text, flags=re.MULTILINE)
     text = text.replace("tl.PropagateNan", "tl_words.PropagateNan")
     text = re.sub(r"(?<![\w.])tl\.", "gl.", text)
     return text.replace("@triton.jit", "@gluon.jit")

@@ -20,6 +20,15 @@ def load_where(address, where):
 
 
 @gluon.jit
+def divide(a, b):
+    """a / b; by a number, one product with its inverse (two roundings)."""
+    if b.type.is_block():
+        return a / b
+    else:
+        return a * (1.0 / b)
+
+
+@gluon.jit
 def tanh(x):
     """Hyperbolic tangent by the unit's own instruction, relative error at most 2^-11 (PTX ISA, tanh.approx)."""
     return gl.inline_asm_elementwise(

@@ -1,0 +1,134 @@
+"""The Hopper backend on its card: against float64, bit by bit again, in graphs, and by the way of repeated calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilewise as tw
+
+pytest.importorskip("triton", reason="needs Triton")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs an H100 or H200",
+    ),
+]
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
+
+
+def _drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=dtype)
+
+
+def _close(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+    assert torch.equal(got.isfinite(), wanted.isfinite())
+    error = (got.double() - wanted).nan_to_num().norm() / wanted.nan_to_num().norm()
+    assert error < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    "sizes", ((64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
+)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_every_head_dimension(sizes, dtype):
+    d, dv = sizes
+    q, k, v = (
+        _drawn(2, 6, 700, d, dtype=dtype),
+        _drawn(2, 3, 900, d, dtype=dtype),
+        _drawn(2, 3, 900, dv, dtype=dtype),
+    )
+    for mask in (
+        None,
+        tw.causal(),
+        tw.causal() & tw.window(200, 0),
+        tw.causal() & tw.custom(lambda q, k: q % 3 != k),
+    ):
+        out, lse = tw.attention(q, k, v, mask=mask, return_lse=True, backend="hopper")
+        wanted, lse64 = tw.attention(
+            q.double(), k.double(), v.double(), mask=mask, return_lse=True, backend="blockwise"
+        )
+        _close(out, wanted, dtype)
+        assert torch.equal(lse.isfinite(), lse64.isfinite())
+        assert (lse.double() - lse64).nan_to_num(0.0, 0.0, 0.0).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("divisor", (1, 2, 3, 7, 64, 1000, -1, -5))
+def test_division_by_a_number_rounds_down(divisor):
+    q, k, v = (_drawn(1, 2, 300, 64) for _ in range(3))
+    for mask in (
+        tw.custom(lambda q, k: (q - k) % divisor == 0),
+        tw.custom(lambda q, k: (k - q) // divisor % 2 == 0),
+    ):
+        out = tw.attention(q, k, v, mask=mask, backend="hopper")
+        wanted = tw.attention(q.double(), k.double(), v.double(), mask=mask, backend="blockwise")
+        _close(out, wanted, torch.bfloat16)
+
+
+@pytest.mark.parametrize("rows", (1, 30, 100, 129))
+def test_few_rows_and_many_keys(rows):
+    q, k, v = _drawn(2, 16, rows, 128), _drawn(2, 2, 5000, 128), _drawn(2, 2, 5000, 128)
+    sink = torch.randn(16, device="cuda")
+    out = tw.attention(q, k, v, mask=tw.causal(), sink=sink, backend="hopper")
+    double = (t.double() for t in (q, k, v))
+    _close(
+        out, tw.attention(*double, mask=tw.causal(), sink=sink.double(), backend="blockwise"), torch.bfloat16
+    )
+
+
+def test_packed_sequences():
+    edges = torch.tensor([0, 130, 130, 131, 388, 452], device="cuda", dtype=torch.int32)
+    keys = torch.tensor([0, 200, 205, 505, 762, 762], device="cuda", dtype=torch.int32)
+    q, k, v = _drawn(455, 8, 128), _drawn(765, 2, 128), _drawn(765, 2, 128)
+    v[762:] = float("nan")
+    out = tw.attention_varlen(q, k, v, edges, keys, mask=tw.causal(), backend="hopper")
+    double = (t.double() for t in (q, k, v))
+    _close(
+        out, tw.attention_varlen(*double, edges, keys, mask=tw.causal(), backend="blockwise"), torch.bfloat16
+    )
+
+
+def test_what_a_mask_hides_changes_nothing():
+    q, k, v = (_drawn(1, 2, 700, 128) for _ in range(3))
+    ids = (torch.arange(700, device="cuda") // 100 % 2)[None]
+    ids[:, 650:] = -1
+    clean = tw.attention(q, k, v, mask=tw.document(ids), backend="hopper")
+    k[:, :, 650:] = v[:, :, 650:] = float("nan")
+    assert torch.allclose(clean, tw.attention(q, k, v, mask=tw.document(ids), backend="hopper"), atol=0.02)
+    v[:, :, 5] = float("nan")
+    seen = tw.attention(q, k, v, mask=tw.document(ids), backend="hopper").isnan().all(-1)
+    assert torch.equal(seen, (ids == 0)[:, None].expand(1, 2, 700))
+
+
+@pytest.mark.parametrize("mask", (None, tw.causal()), ids=str)
+def test_repeats_bit_by_bit_on_any_stream_and_in_graphs(mask):
+    q, k, v = (_drawn(2, 4, 1000, 128) for _ in range(3))
+    first = tw.attention(q, k, v, mask=mask, backend="hopper")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        others = [tw.attention(q, k, v, mask=mask, backend="hopper") for _ in range(200)]
+    torch.cuda.synchronize()
+    assert all(torch.equal(first, other) for other in others)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tw.attention(q, k, v, mask=mask, backend="hopper")
+    q.copy_(_drawn(2, 4, 1000, 128))
+    graph.replay()
+    assert torch.equal(out, tw.attention(q, k, v, mask=mask, backend="hopper"))
+
+
+def test_the_quick_way_gives_the_same_bits():
+    from tilewise import quick
+
+    q, k, v = (_drawn(1, 4, 333, 128) for _ in range(3))
+    slow = tw.attention(q, k, v, mask=tw.causal(), scale=0.11, backend="hopper")
+    assert any(
+        type(found.run).__module__.endswith("hopper.prepared") for found in quick.ready.values() if found
+    )
+    assert torch.equal(slow, tw.attention(q, k, v, mask=tw.causal(), scale=0.11, backend="hopper"))
+    other = [t + 1 for t in (q, k, v)]
+    double = (t.double() for t in other)
+    wanted = tw.attention(*double, mask=tw.causal(), scale=0.11, backend="blockwise")
+    _close(tw.attention(*other, mask=tw.causal(), scale=0.11, backend="hopper"), wanted, torch.bfloat16)

@@ -1,0 +1,96 @@
+"""The Hopper forward without a GPU: every kind of kernel compiles without spills and without products that wait for
+one another, fits the chip, and the backend says what it does not take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilewise as tw
+
+triton = pytest.importorskip("triton", reason="needs Triton")
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="needs Gluon")
+
+from hopper_compile import alibi_of, compile_forward, spec_of  # noqa: E402
+
+from tilewise.backends.hopper.source import print_module  # noqa: E402
+from tilewise.backends.hopper.tiles import PAIRS, SHARED, pair_of  # noqa: E402
+from tilewise.backends.triton.layout import describe  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, triton.__version__.split(".")[:2])) != (3, 6), reason="kernels are held to Triton 3.6"
+)
+KINDS = {
+    "plain": lambda: compile_forward((128, 128)),
+    "terms": lambda: compile_forward((128, 128), tw.causal(), tw.softcap(30.0)),
+    "alibi": lambda: compile_forward((128, 128), tw.causal(), alibi_of(16)),
+    "user": lambda: compile_forward((128, 128), tw.causal() & tw.custom(lambda q, k: (q - k) % 4 < 2)),
+    "packed heads": lambda: compile_forward((128, 128), tw.causal(), PACK=8),
+    "packed sequences": lambda: compile_forward((128, 128), tw.causal(), VARLEN=True),
+    "float32 out": lambda: compile_forward((128, 128), tw.causal(), dtype=torch.float16, STORE="rows"),
+    "sink": lambda: compile_forward((64, 64), tw.window(100, 0), SINK=True),
+}
+
+
+WORDS_A_TILE = 32
+"""Bytes that kernels of three warpgroups may spill: 32 registers are left for the producer, and what does not fit is
+written and read once a tile, outside every loop over keys."""
+
+
+def _sound(facts, spilled: int = 0) -> None:
+    assert not facts.serialised
+    assert facts.spilled <= spilled
+    assert facts.shared <= SHARED
+    assert "wgmma.mma_async" in facts.ptx and "setmaxnreg" in facts.ptx
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_causal_kernels_keep_their_registers(pair):
+    _sound(compile_forward(pair, tw.causal()), WORDS_A_TILE if pair == (64, 64) else 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_calls_keep_their_registers(kind):
+    _sound(KINDS[kind](), WORDS_A_TILE if kind == "sink" else 0)
+
+
+def test_a_printed_module_holds_the_spec_and_the_roles():
+    spec, leaves = spec_of(tw.causal() & tw.window(100, 0), tw.softcap(20.0))
+    slots = describe(spec, leaves)
+    from tilewise.backends.hopper.launch_forward import FORWARD, TEMPLATE
+
+    text = print_module(spec, slots, TEMPLATE, (FORWARD,))
+    assert spec.text in text
+    for role in (
+        "def producer(",
+        "def consumer(",
+        "def keep(",
+        "def classify(",
+        "def score(",
+        "def forward(",
+    ):
+        assert text.count(role) == 1
+    assert "tl.arange" not in text and "hopper.plain" not in text
+
+
+def test_head_dimensions_take_the_smallest_kernel_that_holds_them():
+    assert pair_of(64, 64) == (64, 64)
+    assert pair_of(80, 80) == (96, 96)
+    assert pair_of(192, 128) == (192, 128)
+    assert pair_of(192, 192) == (192, 192)
+    assert pair_of(264, 64) is None
+
+
+def test_the_backend_says_why_not():
+    q = torch.randn(1, 2, 8, 64, dtype=torch.bfloat16)
+    with pytest.raises(tw.UnsupportedProblem, match="compute capability 9.0"):
+        tw.attention(q, q, q, backend="hopper")
+    reasons = dict(tw.explain(q, q, q).candidates)["hopper"]
+    assert any("backend='auto'" in str(reason) for reason in reasons)
+
+
+def test_a_margin_of_multiprocessors_is_a_number(monkeypatch):
+    monkeypatch.setattr(tw.config, "sm_margin", 8)
+    for value in (-1, 1.5, True, "8"):
+        with pytest.raises(tw.OptionError, match="sm_margin"):
+            tw.config.sm_margin = value

@@ -1,0 +1,81 @@
+"""How a tile of the Hopper forward ends: its sums become out and lse, and leave the registers."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from tilewise.backends.hopper.names import tma_store
+
+LOWEST = gl.constexpr(-3.4028234e38)
+LOG2 = gl.constexpr(1.4426950408889634)
+LN = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def close_rows(m, l, h_rows, alive, sink_ptr, FUSED: gl.constexpr, SINK: gl.constexpr):  # noqa: E741
+    """(lse, what acc is multiplied by), the sink merged once; -inf and 0 for a row that saw no key.
+
+    FUSED: m is in units of which weights are powers of two, else natural.
+    """
+    if SINK:
+        top = m if FUSED else gl.maximum(m * LOG2, LOWEST)
+        logit = gl.load(sink_ptr + h_rows, mask=alive, other=0.0).to(gl.float32) * LOG2
+        both = gl.maximum(top, logit)
+        weight = gl.exp2(top - both)
+        l = gl.fma(l, weight, gl.exp2(logit - both))  # noqa: E741
+        base = both * LN
+    else:
+        weight = gl.full_like(l, 1.0)
+        base = m * LN if FUSED else m
+    empty = l == 0.0
+    lse = gl.where(empty, float("-inf"), base + gl.log2(l) * LN)
+    return lse, gl.where(empty, 0.0, weight / gl.where(empty, 1.0, l))
+
+
+@gluon.jit
+def is_broken(acc, acc2, E1: gl.constexpr, RO: gl.constexpr):
+    """1 if a sum of the tile is not finite, else 0: a weight of 0 times a hidden NaN is NaN."""
+    total = gl.sum(acc, 1)
+    if E1 > 0:
+        total += gl.convert_layout(gl.sum(acc2, 1), RO)
+    return gl.max(((total - total) != 0.0).to(gl.int32), 0)
+
+
+@gluon.jit
+def store_rows(pointers, acc, inverse, alive, size, FIRST: gl.constexpr, E: gl.constexpr, OL: gl.constexpr):
+    """acc * inverse to memory, row by row."""
+    d = FIRST + gl.arange(0, E, layout=gl.SliceLayout(0, OL))
+    out = (acc * inverse[:, None]).to(pointers.dtype.element_ty)
+    gl.store(pointers[:, None] + d[None, :], out, mask=alive[:, None] & (d < size)[None, :])
+
+
+@gluon.jit
+def write_rows(pointers, acc, acc2, inverse, alive, size, E0: gl.constexpr, E1: gl.constexpr, OL: gl.constexpr,
+               OL2: gl.constexpr):  # fmt: skip
+    """Both parts of a tile to memory, row by row; pointers, inverse, alive: of rows, in the layout of the scores."""
+    RO: gl.constexpr = gl.SliceLayout(1, OL)
+    RO2: gl.constexpr = gl.SliceLayout(1, OL2)
+    store_rows(
+        gl.convert_layout(pointers, RO), acc, gl.convert_layout(inverse, RO), gl.convert_layout(alive, RO), size, 0,
+        E0, OL)  # fmt: skip
+    if E1 > 0:
+        store_rows(
+            gl.convert_layout(pointers, RO2), acc2, gl.convert_layout(inverse, RO2), gl.convert_layout(alive, RO2),
+            size, E0, E1, OL2)  # fmt: skip
+
+
+@gluon.jit
+def write_tile(desc, desc2, o, o2, at, acc, acc2, inverse, WAIT: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr,
+               OL: gl.constexpr, OL2: gl.constexpr):  # fmt: skip
+    """Both parts of a tile to shared memory, from where the copy engine takes them. WAIT: for the tile before."""
+    if WAIT:
+        tma.store_wait(0)
+    inner = gl.convert_layout(inverse, gl.SliceLayout(1, OL))[:, None]
+    o.reshape([64, E0]).store((acc * inner).to(o.dtype))
+    if E1 > 0:
+        inner2 = gl.convert_layout(inverse, gl.SliceLayout(1, OL2))[:, None]
+        o2.reshape([64, E1]).store((acc2 * inner2).to(o.dtype))
+    fence_async_shared()
+    tma_store(desc, at + (0,), o)
+    if E1 > 0:
+        tma_store(desc2, at + (E0,), o2)

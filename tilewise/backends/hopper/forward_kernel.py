@@ -1,0 +1,459 @@
+"""The forward kernel for Hopper: out and lse of tiles of 64 * NWG rows.
+
+Grid: one program a multiprocessor, which draws tiles of rows (the last rows first) until none is left. Inside, one warp
+produces: it finds the key blocks of a tile that are not EMPTY, from last to first, by the mask's interval form on 32
+blocks at once, loads them by the copy engine, and sends each block's number with it. NWG warpgroups of 64 rows consume:
+S = q k^T of a block is issued together with O += P v of the block before, and the softmax runs under them.
+State in registers: acc (64, DV), m and l (64), P as operand. Shared memory: q, rings of ST blocks of k and v, out.
+A head dimension is D0 + D1 columns, of which each is a power of two (96 = 64 + 32).
+
+Source: Shah et al., FlashAttention-3, 2024, https://arxiv.org/abs/2407.08608; measurements in docs/hopper.md.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.backends.hopper.forward_finish import (
+    LN,
+    LOG2,
+    LOWEST,
+    close_rows,
+    is_broken,
+    write_rows,
+    write_tile,
+)
+from tilewise.backends.hopper.forward_place import lines_of, notes, offset_of, place
+from tilewise.backends.hopper.forward_state import add_values, raise_top, scores_of, settle, top_of, weigh
+from tilewise.backends.hopper.plain import classify, keep, score
+from tilewise.backends.hopper.rings import barriers, get, hidden, load_tile, put, rescale, slots_of
+
+BLOCKS = gl.constexpr(32)
+"""Key blocks classified at once: one a lane."""
+FIELDS = gl.constexpr(10)
+"""Numbers that tell the consumers about a tile: b, head, KV head, tile, split, first row, rows, keys, where notes about
+it begin, and how far apart they are."""
+GROWTH = gl.constexpr(8.0)
+"""Powers of two by which a row's maximum may grow before the state is rescaled."""
+
+
+# ---- the producer --------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def codes_of(chunk, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, group, data, NWG: gl.constexpr,
+             BN: gl.constexpr, PACK: gl.constexpr):  # fmt: skip
+    """A number for each of 32 key blocks: -1 if it is EMPTY for all rows, else the block << 7, and for warpgroup w
+    bit 1 + w unless it is FULL and bit 4 + w if it is EMPTY."""
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    block = chunk * BLOCKS + gl.arange(0, BLOCKS, layout=lanes)
+    j0 = block * BN
+    j1 = gl.minimum(j0 + BN, n_k) - 1
+    if PACK > 1:
+        g = head
+        h0, h1 = head * PACK, head * PACK + (PACK - 1)
+    else:
+        g = head // group
+        h0, h1 = head, head
+    code = block << 7
+    seen = block < 0
+    # One copy of the printed code: the producer has few registers.
+    for w in range(hidden(NWG)):
+        row = tile * (64 * NWG) + w * 64
+        i0 = row // PACK
+        i1 = gl.minimum((row + 63) // PACK, n_q - 1)
+        kind = classify(gl.minimum(i0, i1), i1, j0, j1, q_offset, k_offset, b, h0, h1, g, data)
+        kind = gl.where((block < end) & (i0 < n_q), kind, 0)
+        code |= ((kind < 2) | (j0 + BN > n_k)).to(gl.int32) << (1 + w)
+        code |= (kind == 0).to(gl.int32) << (4 + w)
+        seen |= kind > 0
+    return gl.where(seen & (block >= begin), code, -1)
+
+
+@gluon.jit
+def next_code(j, chunk, codes, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, group, data,
+              NWG: gl.constexpr, BN: gl.constexpr, PACK: gl.constexpr):  # fmt: skip
+    """The code of the last block below j that some row sees, -1 if there is none; and the chunk it was found in."""
+    found = gl.max(gl.where((codes >> 7) < j, codes, -1), 0)
+    while (found < 0) & (chunk * BLOCKS > begin):
+        chunk -= 1
+        codes = codes_of(chunk, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, group, data, NWG, BN, PACK)
+        found = gl.max(codes, 0)
+    return found, chunk, codes
+
+
+@gluon.jit
+def producer(
+    q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, tile_s, code_s, q_full, q_empty,
+    k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, sizes, tables, offsets, total, group,
+    low_tiles, split_tiles, data, NWG: gl.constexpr, BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
+    E0: gl.constexpr, E1: gl.constexpr, ST: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr,
+    USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr,
+):  # fmt: skip
+    """One warp: draws tiles, finds their key blocks, loads q, k and v, and tells the consumers.
+
+    The key block of use n is loaded before the value block of use n - 1, over the borders of tiles too.
+    """
+    q_offset, q_offset_ptr, k_offset, k_offset_ptr = offsets
+    TOKENS: gl.constexpr = 64 * NWG // PACK
+    it = 0
+    ti = 0
+    v_b, v_g, v_n = 0, 0, 0
+    t = gl.program_id(0)
+    while t < total:
+        b, head, tile, split, row0, n_q, key0, n_k = place(t, sizes, tables, VARLEN, USED_Q, USED_K, TOKENS)
+        raw = 0
+        if tile * TOKENS < n_q:
+            tb = 0 if VARLEN else b
+            g = head if PACK > 1 else head // group
+            q_pos = offset_of(q_offset, q_offset_ptr, b, n_k - n_q, Q_OFFSET)
+            k_pos = offset_of(k_offset, k_offset_ptr, b, 0, K_OFFSET)
+            blocks = gl.cdiv(n_k, BN)
+            each = gl.where(split_tiles > 0, split_tiles, gl.cdiv(blocks, sizes[6]))
+            begin = split * each
+            end = gl.minimum(begin + each, blocks)
+            codes = gl.full([BLOCKS], -1, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+            chunk = gl.cdiv(end, BLOCKS)
+            code = -1
+            below = end
+            fresh = True
+            going = True
+            while going:
+                follow, chunk, codes = next_code(
+                    below, chunk, codes, begin, end, b, head, tile, n_q, n_k, q_pos, k_pos, group, data, NWG, BN,
+                    PACK)  # fmt: skip
+                if code < 0:
+                    # The first round finds the first block. A tile without keys is one block of which nothing is seen.
+                    code = gl.where(follow < 0, (begin << 7) | 14, follow)
+                else:
+                    going = follow >= 0
+                    if follow < 0:
+                        raw = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+                    st = it % ST
+                    mbarrier.wait(k_empty.index(st), ((it // ST) & 1) ^ 1)
+                    put(code_s, st, code | (follow < 0).to(gl.int32))
+                    n = key0 + (code >> 7) * BN
+                    load_tile(k_desc, k_desc2, k_s.index(st), k_s2.index(st), k_full.index(st), (tb, g, n), D0, D1, BN)
+                    if it > 0:
+                        sv = (it - 1) % ST
+                        mbarrier.wait(v_empty.index(sv), (((it - 1) // ST) & 1) ^ 1)
+                        load_tile(
+                            v_desc, v_desc2, v_s.index(sv), v_s2.index(sv), v_full.index(sv), (v_b, v_g, v_n), E0, E1,
+                            BN)  # fmt: skip
+                    if fresh:
+                        slot = ti & 1
+                        mbarrier.wait(tile_empty.index(slot), ((ti >> 1) & 1) ^ 1)
+                        note, step = notes(b, head, tile, split, row0, sizes, low_tiles, VARLEN, NWG, PACK)
+                        about = (b, head, g, tile, split, row0, n_q, n_k, note, step)
+                        for f in gl.static_range(FIELDS):
+                            put(tile_s, slot * FIELDS + f, about[f])
+                        mbarrier.arrive(tile_full.index(slot), count=1)
+                        for w in gl.static_range(NWG):
+                            row = tile * (64 * NWG) + w * 64
+                            if PACK > 1:
+                                at = (tb, g, row0 + row // PACK, 0)
+                            else:
+                                at = (tb, g, row0 + row, head - g * group)
+                            mbarrier.wait(q_empty.index(w), (ti & 1) ^ 1)
+                            load_tile(q_desc, q_desc2, q_s.index(w), q_s2.index(w), q_full.index(w), at, D0, D1, 64)
+                    fresh = False
+                    v_b, v_g, v_n = tb, g, n
+                    it += 1
+                    code = follow
+                below = code >> 7
+            ti += 1
+        else:
+            raw = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        # Every tile is drawn for once; the last draw leaves the counter as the next call wants it.
+        if raw == total - 1:
+            gl.atomic_xchg(counter_ptr, 0, sem="relaxed")
+        t = raw + gl.num_programs(0)
+    if it > 0:
+        sv = (it - 1) % ST
+        mbarrier.wait(v_empty.index(sv), (((it - 1) // ST) & 1) ^ 1)
+        load_tile(v_desc, v_desc2, v_s.index(sv), v_s2.index(sv), v_full.index(sv), (v_b, v_g, v_n), E0, E1, BN)
+    slot = ti & 1
+    mbarrier.wait(tile_empty.index(slot), ((ti >> 1) & 1) ^ 1)
+    put(tile_s, slot * FIELDS, -1)
+    mbarrier.arrive(tile_full.index(slot), count=1)
+
+
+# ---- the consumers -------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def fold(s, code, w: gl.constexpr, rows, h, b, g, n_k, q_offset, k_offset, scale, data, FIRST: gl.constexpr,
+         HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr, FUSED: gl.constexpr, BN: gl.constexpr,
+         SL: gl.constexpr):  # fmt: skip
+    """The score tile after terms and, unless all of it is seen, the mask. FUSED: not yet scaled."""
+    i = rows[:, None]
+    j = ((code >> 7) * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, SL)))[None, :]
+    if not FUSED:
+        s = s * scale
+    if HAS_TERMS:
+        s = score(s, i, j, i + q_offset, j + k_offset, b, h, g, data)
+    # Without a mask only the last keys may be cut, and they come first.
+    if FIRST or HAS_MASK:
+        if ((code >> (1 + w)) & 1) != 0:
+            seen = j < n_k
+            if HAS_MASK:
+                seen = keep(s, i, j, i + q_offset, j + k_offset, b, h, g, data) & seen
+            s = gl.where(seen, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def consumer(
+    w: gl.constexpr, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_s, o_s2, tile_s, code_s, q_full, q_empty,
+    k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr, strides, offsets,
+    group, seqlen_q, seqlen_k, size_dv, scale, data, HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr,
+    FUSED: gl.constexpr, NWG: gl.constexpr, BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr,
+    E1: gl.constexpr, ST: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, Q_OFFSET: gl.constexpr,
+    K_OFFSET: gl.constexpr, SINK: gl.constexpr, CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr,
+    ORDER: gl.constexpr, LAZY: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: 64 rows of each tile.
+
+    ORDER: O += P v of the block before is waited for early (0), after the row maximum (4) or after the exponentials
+    (5): a wait for a barrier in between keeps the compiler from moving it up. With S (-1), which frees the registers of
+    P for folds that need many.
+    """
+    dt: gl.constexpr = q_s.dtype
+    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, E0, 16])
+    OL2: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, E1 if E1 > 0 else 16, 16])  # fmt: skip
+    PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
+    PL2: gl.constexpr = gl.DotOperandLayout(0, OL2, 2)
+    RL: gl.constexpr = gl.SliceLayout(1, SL)
+    RO: gl.constexpr = gl.SliceLayout(1, OL)
+    RO2: gl.constexpr = gl.SliceLayout(1, OL2)
+    AHEAD: gl.constexpr = 2 if E1 > 0 else 1
+    q_offset0, q_offset_ptr, k_offset0, k_offset_ptr = offsets
+    o_s0, o_b, o_h, o_n, l_s, l_b, l_h = strides
+    q = q_s.index(w).reshape([64, D0])
+    q2 = q_s2.index(w).reshape([64, D1 if D1 > 0 else D0])
+    scale2 = scale * LOG2 if FUSED else scale
+    LIMIT: gl.constexpr = GROWTH if FUSED else GROWTH * LN
+    RATE: gl.constexpr = 1.0 if FUSED else LOG2
+    it = 0
+    ti = 0
+    mbarrier.wait(tile_full.index(0), 0)
+    b = get(tile_s, 0)
+    while b >= 0:
+        slot = ti & 1
+        at = slot * FIELDS
+        head, g, tile = get(tile_s, at + 1), get(tile_s, at + 2), get(tile_s, at + 3)
+        n_q, n_k = seqlen_q, seqlen_k
+        if VARLEN:
+            n_q, n_k = get(tile_s, at + 6), get(tile_s, at + 7)
+        q_offset = offset_of(q_offset0, q_offset_ptr, b, n_k - n_q, Q_OFFSET)
+        k_offset = offset_of(k_offset0, k_offset_ptr, b, 0, K_OFFSET)
+        rows, h_rows = lines_of(head, tile, w, NWG, PACK, RL)
+        h = h_rows[:, None] if PACK > 1 else head
+
+        # ---- the first block of which this warpgroup sees anything ----
+        mbarrier.wait(q_full.index(w), ti & 1)
+        st = it % ST
+        mbarrier.wait(k_full.index(st), (it // ST) & 1)
+        code = get(code_s, st)
+        while ((code >> (4 + w)) & (code ^ 1) & 1) != 0:
+            mbarrier.arrive(k_empty.index(st), count=1)
+            mbarrier.wait(v_full.index(st), (it // ST) & 1)
+            mbarrier.arrive(v_empty.index(st), count=1)
+            it += 1
+            st = it % ST
+            mbarrier.wait(k_full.index(st), (it // ST) & 1)
+            code = get(code_s, st)
+        s = scores_of(q, q2, k_s, k_s2, st, BN, D0, D1, SL)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(k_empty.index(st), count=1)
+        s = fold(
+            s, code, w, rows, h, b, g, n_k, q_offset, k_offset, scale, data, True, HAS_MASK, HAS_TERMS, FUSED, BN,
+            SL)  # fmt: skip
+        # A finite maximum, so that -inf minus it is -inf in rows that see nothing.
+        m = gl.maximum(top_of(s, scale2, FUSED), LOWEST)
+        p = weigh(s, m, scale2, FUSED)
+        l = gl.sum(p, 1)  # noqa: E741
+        weights = p.to(dt)
+        acc = gl.zeros([64, E0], gl.float32, OL)
+        acc2 = gl.zeros([64, E1 if E1 > 0 else 16], gl.float32, OL2)
+        if ORDER > 0:
+            mbarrier.wait(k_full.index((it + 1) % ST), ((it + 1) // ST) & 1, pred=(code & 1) == 0)
+
+        # ---- the others ----
+        while (code & 1) == 0:
+            sv = it % ST
+            phase = (it // ST) & 1
+            it += 1
+            st = it % ST
+            if ORDER <= 0:
+                mbarrier.wait(k_full.index(st), (it // ST) & 1)
+            code = get(code_s, st)
+            s = scores_of(q, q2, k_s, k_s2, st, BN, D0, D1, SL)
+            mbarrier.wait(v_full.index(sv), phase)
+            acc, acc2 = add_values(acc, acc2, weights, v_s, v_s2, sv, BN, E0, E1, PL, PL2)
+            if ORDER < 0:
+                if E1 > 0:
+                    s, acc, acc2 = warpgroup_mma_wait(0, deps=(s, acc, acc2))
+                else:
+                    s, acc = warpgroup_mma_wait(0, deps=(s, acc))
+                mbarrier.arrive(v_empty.index(sv), count=1)
+            else:
+                s = warpgroup_mma_wait(AHEAD, deps=(s,))
+            mbarrier.arrive(k_empty.index(st), count=1)
+            s = fold(
+                s, code, w, rows, h, b, g, n_k, q_offset, k_offset, scale, data, False, HAS_MASK, HAS_TERMS, FUSED, BN,
+                SL)  # fmt: skip
+            top = top_of(s, scale2, FUSED)
+            m, alpha = raise_top(m, top, LIMIT, RATE, LAZY)
+            if ORDER == 5:
+                p = weigh(s, m, scale2, FUSED)
+                l = gl.fma(l, alpha, gl.sum(p, 1))  # noqa: E741
+            if ORDER > 0:
+                ahead = it + 1
+                mbarrier.wait(k_full.index(ahead % ST), (ahead // ST) & 1, pred=(code & 1) == 0)
+            if ORDER >= 0:
+                acc, acc2 = settle(acc, acc2, E1)
+                mbarrier.arrive(v_empty.index(sv), count=1)
+            if E1 > 0:
+                acc2 = rescale(acc2, gl.convert_layout(alpha, RO2), LAZY, E1 // 2)
+            acc = rescale(acc, gl.convert_layout(alpha, RO), LAZY, E0 // 2)
+            if ORDER != 5:
+                p = weigh(s, m, scale2, FUSED)
+                l = gl.fma(l, alpha, gl.sum(p, 1))  # noqa: E741
+            weights = p.to(dt)
+        if not SHARED_OUT:
+            mbarrier.arrive(q_empty.index(w), count=1)
+        sv = it % ST
+        mbarrier.wait(v_full.index(sv), (it // ST) & 1)
+        acc, acc2 = add_values(acc, acc2, weights, v_s, v_s2, sv, BN, E0, E1, PL, PL2)
+
+        # ---- finish: what was said about the tile is read again, rather than kept in registers ----
+        b, head, g = get(tile_s, at), get(tile_s, at + 1), get(tile_s, at + 2)
+        tile, split, row0 = get(tile_s, at + 3), get(tile_s, at + 4), 0
+        if VARLEN:
+            row0, n_q = get(tile_s, at + 5), get(tile_s, at + 6)
+        note = get(tile_s, at + 8) + w * get(tile_s, at + 9)
+        mbarrier.arrive(tile_empty.index(slot), count=1)
+        rows, h_rows = lines_of(head, tile, w, NWG, PACK, RL)
+        alive = rows < n_q
+        lse, inverse = close_rows(m, l, h_rows, alive, sink_ptr, FUSED, SINK)
+        tb = 0 if VARLEN else b
+        lse_line = lse_ptr + split.to(gl.int64) * l_s + tb * l_b + row0
+        gl.store(lse_line + h_rows.to(gl.int64) * l_h + rows, lse, mask=alive)
+        acc, acc2 = settle(acc, acc2, E1)
+        mbarrier.arrive(v_empty.index(sv), count=1)
+        first = (tile * NWG + w) * (64 // PACK)
+        if CARE:
+            broken = is_broken(acc, acc2, E1, RO)
+            if first < n_q:
+                gl.store(flag_ptr + note, broken)
+        if STORE == "rows" or (VARLEN and first + 64 // PACK > n_q):
+            pointers = out_ptr + split.to(gl.int64) * o_s0 + tb * o_b + row0 * o_n
+            pointers = pointers + h_rows.to(gl.int64) * o_h + rows.to(gl.int64) * o_n
+            write_rows(pointers, acc, acc2, inverse, alive, size_dv, E0, E1, OL, OL2)
+        else:
+            inner = 0 if PACK > 1 else head - g * group
+            write_tile(
+                o_desc, o_desc2, o_s.index(w), o_s2.index(w), (tb, g, row0 + first, inner), acc, acc2, inverse,
+                not SHARED_OUT, E0, E1, OL, OL2)  # fmt: skip
+        if SHARED_OUT:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(w), count=1)
+        it += 1
+        ti += 1
+        mbarrier.wait(tile_full.index(ti & 1), (ti >> 1) & 1)
+        b = get(tile_s, (ti & 1) * FIELDS)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def forward_program(
+    q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, o_desc, o_desc2, out_ptr, lse_ptr, sink_ptr, flag_ptr,
+    counter_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, o_s, o_b, o_h, o_n, l_s, l_b,
+    l_h, batch, heads, group, seqlen_q, seqlen_k, row_tiles, low_tiles, swizzle, splits, split_tiles, q_offset,
+    k_offset, size_dv, scale, data, HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr, FUSED: gl.constexpr,
+    NWG: gl.constexpr, BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr,
+    ST: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr,
+    Q_OFFSET: gl.constexpr,
+    K_OFFSET: gl.constexpr, SINK: gl.constexpr, CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr,
+    ORDER: gl.constexpr, LAZY: gl.constexpr, WORKER: gl.constexpr, LOADER: gl.constexpr,
+):  # fmt: skip
+    """The partitions: NWG consumers and the producer. WORKER, LOADER: registers of a thread of each."""
+    dt: gl.constexpr = q_desc.dtype
+    q_s = gl.allocate_shared_memory(dt, [NWG] + q_desc.block_shape, q_desc.layout)
+    k_s = gl.allocate_shared_memory(dt, [ST] + k_desc.block_shape, k_desc.layout)
+    v_s = gl.allocate_shared_memory(dt, [ST] + v_desc.block_shape, v_desc.layout)
+    q_s2, k_s2, v_s2 = q_s, k_s, v_s
+    if D1 > 0:
+        q_s2 = gl.allocate_shared_memory(dt, [NWG] + q_desc2.block_shape, q_desc2.layout)
+        k_s2 = gl.allocate_shared_memory(dt, [ST] + k_desc2.block_shape, k_desc2.layout)
+    if E1 > 0:
+        v_s2 = gl.allocate_shared_memory(dt, [ST] + v_desc2.block_shape, v_desc2.layout)
+    o_t, o_t2 = q_s, q_s2
+    if STORE == "tiles":
+        if not SHARED_OUT:
+            o_t = gl.allocate_shared_memory(dt, [NWG] + o_desc.block_shape, o_desc.layout)
+            if E1 > 0:
+                o_t2 = gl.allocate_shared_memory(dt, [NWG] + o_desc2.block_shape, o_desc2.layout)
+    tile_s = slots_of(2 * FIELDS)
+    code_s = slots_of(ST)
+    q_full, q_empty = barriers(NWG, 1), barriers(NWG, 1)
+    k_full, k_empty = barriers(ST, 1), barriers(ST, NWG)
+    v_full, v_empty = barriers(ST, 1), barriers(ST, NWG)
+    tile_full, tile_empty = barriers(2, 1), barriers(2, NWG)
+    fence_async_shared()
+    units = heads if VARLEN else batch * heads
+    total = units * row_tiles * splits
+    sizes = (batch, heads, seqlen_q, seqlen_k, row_tiles, swizzle, splits)
+    tables = (cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr)
+    offsets = (q_offset, q_offset_ptr, k_offset, k_offset_ptr)
+    strides = (o_s, o_b, o_h, o_n, l_s, l_b, l_h)
+    # Constants survive in a tuple only where it is written inside the call.
+    if NWG == 2:
+        gl.warp_specialize([
+            (consumer, (
+                0, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
+                k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
+                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, HAS_MASK, HAS_TERMS, FUSED, NWG,
+                BN, D0, D1, E0, E1, ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
+            (consumer, (
+                1, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
+                k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
+                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, HAS_MASK, HAS_TERMS, FUSED, NWG,
+                BN, D0, D1, E0, E1, ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
+            (producer, (
+                q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, tile_s, code_s,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, sizes, tables,
+                offsets, total, group, low_tiles, split_tiles, data, NWG, BN, D0, D1, E0, E1, ST, PACK, VARLEN,
+                USED_Q, USED_K, Q_OFFSET, K_OFFSET)),
+        ], [4, 1], [WORKER, LOADER])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (
+                0, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
+                k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
+                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, HAS_MASK, HAS_TERMS, FUSED, NWG,
+                BN, D0, D1, E0, E1, ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
+            (consumer, (
+                1, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
+                k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
+                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, HAS_MASK, HAS_TERMS, FUSED, NWG,
+                BN, D0, D1, E0, E1, ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
+            (consumer, (
+                2, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
+                k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
+                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, HAS_MASK, HAS_TERMS, FUSED, NWG,
+                BN, D0, D1, E0, E1, ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
+            (producer, (
+                q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, tile_s, code_s,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, sizes, tables,
+                offsets, total, group, low_tiles, split_tiles, data, NWG, BN, D0, D1, E0, E1, ST, PACK, VARLEN,
+                USED_Q, USED_K, Q_OFFSET, K_OFFSET)),
+        ], [4, 4, 1], [WORKER, WORKER, LOADER])  # fmt: skip

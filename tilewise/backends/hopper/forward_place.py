@@ -1,0 +1,103 @@
+"""Where the tiles of the Hopper forward lie: which rows and keys a tile's number means, and where notes about it go."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+SEARCH = gl.constexpr(256)
+"""Sequence starts looked at together."""
+
+
+@gluon.jit
+def edge(cu_ptr, n, total):
+    """Entry n of a table of sequence starts, never outside the tensor."""
+    return gl.minimum(gl.maximum(gl.load(cu_ptr + n).to(gl.int32), 0), total)
+
+
+@gluon.jit
+def sequence(cu_ptr, used_ptr, b, total, USED: gl.constexpr):
+    """First token and length of packed sequence b, clamped to the tensor."""
+    first = edge(cu_ptr, b, total)
+    length = gl.maximum(edge(cu_ptr, b + 1, total) - first, 0)
+    if USED:
+        length = gl.minimum(length, gl.maximum(gl.load(used_ptr + b).to(gl.int32), 0))
+    return first, length
+
+
+@gluon.jit
+def owner(cu_ptr, slot, batch, total, tokens):
+    """The packed sequence that owns a slot, and the slot's number in it: b owns those from cu[b] // tokens + b on."""
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    count = 0
+    for start in range(0, batch, SEARCH):
+        n = start + gl.arange(0, SEARCH, layout=lanes)
+        first = gl.load(cu_ptr + n, mask=n < batch, other=0).to(gl.int32)
+        first = gl.minimum(gl.maximum(first, 0), total)
+        count += gl.sum(((first // tokens + n <= slot) & (n < batch)).to(gl.int32), 0)
+    b = gl.maximum(count - 1, 0)
+    return b, slot - (edge(cu_ptr, b, total) // tokens + b)
+
+
+@gluon.jit
+def place(
+    t, sizes, tables, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, TOKENS: gl.constexpr
+):
+    """Tile t: the last rows first, `swizzle` heads abreast, splits of the keys side by side."""
+    batch, heads, n_q, n_k, row_tiles, swizzle, splits = sizes
+    cu_q, cu_k, used_q, used_k = tables
+    split = t % splits
+    rest = t // splits
+    units = heads if VARLEN else batch * heads
+    per = row_tiles * swizzle
+    section = rest // per
+    inner = rest - section * per
+    width = gl.minimum(units - section * swizzle, swizzle)
+    tile, unit = row_tiles - 1 - inner // width, section * swizzle + inner % width
+    if VARLEN:
+        head = unit
+        b, tile = owner(cu_q, tile, batch, n_q, TOKENS)
+        row0, n_q = sequence(cu_q, used_q, b, n_q, USED_Q)
+        key0, n_k = sequence(cu_k, used_k, b, n_k, USED_K)
+    else:
+        b = unit // heads
+        head = unit - b * heads
+        row0, key0 = 0, 0
+    return b, head, tile, split, row0, n_q, key0, n_k
+
+
+@gluon.jit
+def notes(
+    b, head, tile, split, row0, sizes, low_tiles, VARLEN: gl.constexpr, NWG: gl.constexpr, PACK: gl.constexpr
+):
+    """Where the launch after this one looks for notes about a tile: the numbers of its parts of 64 rows in the order of
+    `place`; the first, and the step to the next."""
+    batch, heads, _, _, _, swizzle, splits = sizes
+    units, unit, low = batch * heads, b * heads + head, tile * NWG
+    if VARLEN:
+        units, unit = heads, head
+        low += row0 // (64 // PACK) + b
+    section = unit // swizzle
+    width = gl.minimum(units - section * swizzle, swizzle)
+    rest = section * low_tiles * swizzle + (low_tiles - 1 - low) * width + (unit - section * swizzle)
+    return rest * splits + split, 0 - width * splits
+
+
+@gluon.jit
+def offset_of(offset, offset_ptr, b, default, KIND: gl.constexpr):
+    """Position of the first row or column: a number, one per batch entry, or the default."""
+    if KIND == "tensor":
+        found = gl.load(offset_ptr + b).to(gl.int32)
+    elif KIND == "last":
+        found = default
+    else:
+        found = offset
+    return found
+
+
+@gluon.jit
+def lines_of(head, tile, w: gl.constexpr, NWG: gl.constexpr, PACK: gl.constexpr, RL: gl.constexpr):
+    """Rows of a warpgroup's lines, and their heads."""
+    line = (tile * NWG + w) * 64 + gl.arange(0, 64, layout=RL)
+    if PACK > 1:
+        return line // PACK, head * PACK + line % PACK
+    else:
+        return line, head + line * 0

@@ -1,0 +1,68 @@
+"""The steps of the online softmax on a warpgroup's registers: S = q k^T, the maxima, the weights, O += P v."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from tilewise.backends.hopper.forward_finish import LOG2
+
+
+@gluon.jit
+def scores_of(q, q2, k_s, k_s2, st, BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, SL: gl.constexpr):
+    """Issue S = q k^T."""
+    zeros = gl.zeros([64, BN], gl.float32, SL)
+    s = warpgroup_mma(q, k_s.index(st).reshape([BN, D0]).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if D1 > 0:
+        s = warpgroup_mma(q2, k_s2.index(st).reshape([BN, D1]).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def add_values(acc, acc2, weights, v_s, v_s2, sv, BN: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr,
+               PL: gl.constexpr, PL2: gl.constexpr):  # fmt: skip
+    """Issue O += P v."""
+    acc = warpgroup_mma(gl.convert_layout(weights, PL), v_s.index(sv).reshape([BN, E0]), acc, is_async=True)
+    if E1 > 0:
+        acc2 = warpgroup_mma(gl.convert_layout(weights, PL2), v_s2.index(sv).reshape([BN, E1]), acc2, is_async=True)
+    return acc, acc2
+
+
+@gluon.jit
+def weigh(s, m, scale2, FUSED: gl.constexpr):
+    """exp(s - m): FUSED, s is unscaled and m in units of which weights are powers of two."""
+    if FUSED:
+        return gl.exp2(gl.fma(s, gl.zeros_like(s) + scale2, (0.0 - m)[:, None] + gl.zeros_like(s)))
+    else:
+        return gl.exp2((s - m[:, None]) * LOG2)
+
+
+@gluon.jit
+def top_of(s, scale2, FUSED: gl.constexpr):
+    """The maximum of each row, in the units of m."""
+    top = gl.max(s, 1)
+    return top * scale2 if FUSED else top
+
+
+@gluon.jit
+def raise_top(m, top, LIMIT: gl.constexpr, RATE: gl.constexpr, LAZY: gl.constexpr):
+    """(m, by what the state is multiplied) after a block's maxima. LAZY: m moves only by more than LIMIT."""
+    if LAZY:
+        step = m - top
+        grows = step < -LIMIT
+        alpha = gl.where(grows, gl.exp2(step * RATE), 1.0)
+        m = gl.where(grows, top, m)
+    else:
+        top = gl.maximum(m, top)
+        alpha = gl.exp2((m - top) * RATE)
+        m = top
+    return m, alpha
+
+
+@gluon.jit
+def settle(acc, acc2, E1: gl.constexpr):
+    """Wait for O += P v."""
+    if E1 > 0:
+        acc, acc2 = warpgroup_mma_wait(0, deps=(acc, acc2))
+    else:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    return acc, acc2

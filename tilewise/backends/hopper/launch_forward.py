@@ -1,0 +1,421 @@
+"""The Hopper forward: from a Problem and its tensors to a launch, a repetition of noted tiles, a merge of splits."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tilewise.backends.hopper import tiles as choice
+from tilewise.backends.hopper.compile import GluonLauncher, descriptor_type, shared_layout
+from tilewise.backends.hopper.counters import counter
+from tilewise.backends.hopper.source import module_of
+from tilewise.backends.triton import launch_forward as low
+from tilewise.backends.triton.compile import POINTERS, Build
+from tilewise.backends.triton.launch import four_strides, kernel_launcher
+from tilewise.backends.triton.layout import Slots, describe
+from tilewise.backends.triton.machine import machine_of
+from tilewise.backends.triton.source import Entry, argument_types
+from tilewise.backends.triton.tiles import Tiles as LowTiles
+from tilewise.backends.triton.tiles import row_tiles
+from tilewise.config import config
+from tilewise.problem import empty_in_order
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from tilewise.backends.hopper.tiles import Tiles
+    from tilewise.problem import Inputs, Problem
+
+TEMPLATE = "tilewise.backends.hopper.forward_kernel"
+DESCRIPTORS = ("q_desc", "q_desc2", "k_desc", "k_desc2", "v_desc", "v_desc2", "o_desc", "o_desc2")
+FORWARD = Entry(
+    "forward", TEMPLATE, "forward_program",
+    (
+        *DESCRIPTORS, "out_ptr", "lse_ptr", "sink_ptr", "flag_ptr", "counter_ptr", "q_offset_ptr", "k_offset_ptr",
+        "cu_q_ptr", "cu_k_ptr", "used_q_ptr", "used_k_ptr", "o_s:i64", "o_b:i64", "o_h:i64", "o_n:i64", "l_s:i64",
+        "l_b:i64", "l_h:i64", "batch", "heads", "group", "seqlen_q", "seqlen_k", "row_tiles", "low_tiles", "swizzle",
+        "splits", "split_tiles", "q_offset", "k_offset", "size_dv", "scale:fp32",
+    ),
+    (),
+    (
+        "HAS_MASK", "HAS_TERMS", "FUSED", "NWG", "BN", "D0", "D1", "E0", "E1", "ST", "PACK", "VARLEN", "USED_Q",
+        "USED_K", "Q_OFFSET", "K_OFFSET", "SINK", "CARE", "STORE", "SHARED_OUT", "ORDER", "LAZY", "WORKER", "LOADER",
+    ),
+)  # fmt: skip
+AT = {argument.partition(":")[0]: n for n, argument in enumerate(FORWARD.arguments)}
+ROWS = 64
+"""Rows of a note: those of one warpgroup."""
+_launchers: dict[tuple[object, ...], GluonLauncher] = {}
+_recipes: dict[tuple[object, ...], Recipe | None] = {}
+MOST_RECIPES = 4096
+
+
+class Recipe(NamedTuple):
+    """A launch with everything that calls of one kind share.
+
+    values: the arguments, in which a call's own are replaced. again: the launcher of the kernel that repeats noted
+    tiles, its types and arguments, or None. notes: how many tiles of 64 rows there are, and whether their notes must be
+    cleared.
+    """
+
+    run: GluonLauncher
+    types: tuple[str, ...]
+    values: list[object]
+    again: tuple[Any, tuple[str, ...], list[object]] | None
+    notes: tuple[int, bool]
+    grid: int
+    splits: int
+    tiles: Tiles
+    pair: tuple[int, int]
+    pack: int
+    by_tiles: bool
+    out_strides: tuple[int, ...]
+    slots: Slots
+    problem: Problem
+
+
+# ---- descriptors ---------------------------------------------------------------------------------------------
+
+
+def blocks_of(tiles: Tiles, pair: tuple[int, int], pack: int) -> dict[str, tuple[int, ...] | None]:
+    """The block of each descriptor; None for the second tile of a head dimension that has one."""
+    (d0, d1), (e0, e1) = choice.PARTS[pair[0]], choice.PARTS[pair[1]]
+    found: dict[str, tuple[int, ...] | None] = {}
+    for name, first, second in (("q", d0, d1), ("k", d0, d1), ("v", e0, e1), ("o", e0, e1)):
+        rows = (1, 1, ROWS // pack, pack) if name in "qo" else (1, 1, tiles.block_n)
+        found[f"{name}_desc"] = (*rows, first)
+        found[f"{name}_desc2"] = (*rows, second) if second else None
+    return found
+
+
+def grouped(problem: Problem, t: Tensor) -> tuple[list[int], list[int]]:
+    """Shape and strides of q or out as (batch, KV head, token, head of its group, d)."""
+    b, h, n, _ = four_strides(problem, t)
+    s, group = problem.shape, max(problem.group, 1)
+    batch = 1 if problem.options.layout == "varlen" else s.batch
+    shape = [batch, s.num_heads_kv, s.seqlen_q, group, t.shape[-1]]
+    return shape, _steps(shape, [b, group * h, n, h, 1])
+
+
+def keyed(problem: Problem, t: Tensor) -> tuple[list[int], list[int]]:
+    """Shape and strides of k or v as (batch, KV head, token, d)."""
+    b, h, n, _ = four_strides(problem, t)
+    s = problem.shape
+    shape = [1 if problem.options.layout == "varlen" else s.batch, s.num_heads_kv, s.seqlen_k, t.shape[-1]]
+    return shape, _steps(shape, [b, h, n, 1])
+
+
+def _steps(shape: list[int], strides: list[int]) -> list[int]:
+    """Strides of which those of dimensions of size 1 are what the hardware takes."""
+    return [x if size > 1 else 8 for size, x in zip(shape[:-1], strides[:-1], strict=True)] + [1]
+
+
+def readable(problem: Problem, tensors: Sequence[Tensor]) -> bool:
+    """Whether the copy engine reads these tensors: rows without gaps that begin at multiples of 16 bytes."""
+    for t in tensors:
+        strides = four_strides(problem, t)
+        if t.data_ptr() & 15 or (t.shape[-1] > 1 and strides[3] != 1):
+            return False
+        shape = t.shape if problem.options.layout == "dense" else (1, t.shape[1], t.shape[0], t.shape[2])
+        if any(size > 1 and (x % 8 or x <= 0) for size, x in zip(shape[:-1], strides[:3], strict=True)):
+            return False
+    return True
+
+
+def descriptors(recipe: Recipe, inputs: Inputs, out: Tensor) -> list[object]:
+    """The call's eight descriptors, in the kernel's order."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    problem, found = recipe.problem, []
+    blocks = blocks_of(recipe.tiles, recipe.pair, recipe.pack)
+    for name, t in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("o", out)):
+        if name == "o" and not recipe.by_tiles:
+            return [*found, None, None]
+        shape, strides = grouped(problem, t) if name in "qo" else keyed(problem, t)
+        for full in (f"{name}_desc", f"{name}_desc2"):
+            block = blocks[full]
+            layout = None if block is None else shared_layout(t.dtype, block)
+            found.append(None if block is None else TensorDescriptor(t, shape, strides, list(block), layout))
+    return found
+
+
+# ---- what is compiled ----------------------------------------------------------------------------------------
+
+
+def kernel_types(
+    dtype: torch.dtype, tiles: Tiles, pair: tuple[int, int], store: str, pack: int, slots: Slots,
+    leaves: Sequence[Tensor], present: frozenset[str] = frozenset(), out: torch.dtype | None = None,
+    offsets: torch.dtype = torch.int32, sink: torch.dtype = torch.float32,
+) -> tuple[str, ...]:  # fmt: skip
+    """Types of the kernel's arguments; present: the optional pointers that the call has."""
+    blocks = blocks_of(tiles, pair, pack)
+    pointers = {
+        "out_ptr": POINTERS[out or dtype], "lse_ptr": "*fp32", "flag_ptr": "*i32", "counter_ptr": "*i32",
+        **{name: POINTERS[offsets] for name in present}, "sink_ptr": POINTERS[sink],
+    }  # fmt: skip
+    kinds, found = argument_types(FORWARD, slots), []
+    for argument in FORWARD.arguments:
+        name = argument.partition(":")[0]
+        if name in DESCRIPTORS:
+            block = blocks[name] if name[0] != "o" or store == "tiles" else None
+            found.append("constexpr" if block is None else descriptor_type(dtype, block))
+        elif name.endswith("_ptr"):
+            needed = name in ("out_ptr", "lse_ptr", "counter_ptr") or name in present
+            found.append(pointers[name] if needed else "constexpr")
+        else:
+            found.append(kinds[name])
+    data = iter(leaves)
+    for name in slots.names:
+        if name[0] == "L" and name[1:].isdigit():
+            found.append(POINTERS[next(data).dtype])
+        else:
+            found.append("*i32" if name[0] == "T" else kinds[name])
+    return tuple(found)
+
+
+def constants_of(
+    flags: dict[str, object], tiles: Tiles, pair: tuple[int, int]
+) -> tuple[tuple[str, object], ...]:
+    """The kernel's constants: those of the call, and those that follow from its tiles."""
+    (d0, d1), (e0, e1) = choice.PARTS[pair[0]], choice.PARTS[pair[1]]
+    found = flags | {
+        "NWG": tiles.warpgroups, "BN": tiles.block_n, "D0": d0, "D1": d1, "E0": e0, "E1": e1, "ST": tiles.stages,
+        "SHARED_OUT": tiles.shared_out and flags["STORE"] == "tiles", "ORDER": tiles.order, "LAZY": tiles.lazy,
+        "WORKER": tiles.worker, "LOADER": tiles.loader,
+    }  # fmt: skip
+    return tuple((name, found[name]) for name in FORWARD.constants)
+
+
+# ---- one call ------------------------------------------------------------------------------------------------
+
+
+def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+    """(out, lse); None where tensors are not laid out as the copy engine reads them, or a leaf is of another type."""
+    kind = (*low.kind_of(problem, inputs), config.sm_margin)
+    if kind in _recipes:
+        recipe = _recipes[kind]
+    else:
+        recipe = make_recipe(problem, inputs)
+        if len(_recipes) >= MOST_RECIPES:
+            _recipes.clear()
+        _recipes[kind] = recipe
+    if recipe is None:
+        return None
+    device = inputs.q.device
+    out = torch.empty_strided(problem.out_shape, recipe.out_strides, dtype=problem.out_dtype, device=device)
+    lse = torch.empty(problem.lse_shape, dtype=torch.float32, device=device)
+    packed = problem.options.layout == "varlen"
+    if packed:  # tokens that belong to no sequence, or lie past its used length
+        out.zero_()
+        lse.fill_(-math.inf)
+    if recipe.splits == 1:
+        _run(recipe, inputs, out, lse)
+        return out, lse
+    parts, part_lse = low._parts(problem, inputs, recipe.splits)
+    if packed:
+        parts.zero_()
+        part_lse.fill_(-math.inf)
+    _run(recipe, inputs, parts, part_lse)
+    low._combine(problem, inputs, (parts, part_lse), (out, lse))
+    return out, lse
+
+
+def _run(recipe: Recipe, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
+    """Launch a recipe, and after it what repeats the tiles that met something not finite."""
+    values, device = recipe.values.copy(), inputs.q.device
+    problem = recipe.problem
+    values[: len(DESCRIPTORS)] = descriptors(recipe, inputs, out)
+    values[AT["out_ptr"]], values[AT["lse_ptr"]] = out, lse
+    stream = torch._C._cuda_getCurrentRawStream(recipe.run.device)
+    values[AT["counter_ptr"]] = counter(recipe.run.device, stream)
+    values[AT["q_offset"]], values[AT["k_offset"]] = (
+        low._number(inputs.q_offset),
+        low._number(inputs.k_offset),
+    )
+    values[AT["scale"]] = inputs.scale
+    optional = low._optional(problem, inputs)
+    sink, _, q_offset, k_offset, cu_q, cu_k, used_q, used_k = optional
+    values[AT["sink_ptr"]] = sink if recipe.splits == 1 else None
+    values[AT["q_offset_ptr"] : AT["used_k_ptr"] + 1] = (q_offset, k_offset, cu_q, cu_k, used_q, used_k)
+    data = low._data(problem, inputs, recipe.slots)
+    values[len(FORWARD.arguments) :] = data
+    if recipe.again is None:
+        recipe.run(recipe.grid, values)
+        return
+    count, clear = recipe.notes
+    flags = (torch.zeros if clear else torch.empty)(count, dtype=torch.int32, device=device)
+    values[AT["flag_ptr"]] = flags
+    recipe.run(recipe.grid, values)
+    run, _, again = recipe.again
+    again = again.copy()
+    again[:5] = (inputs.q, inputs.k, inputs.v, out, lse)
+    again[5:13] = optional
+    if recipe.splits > 1:
+        again[5] = None
+    again[low.FLAG] = flags
+    again[low.OFFSETS] = (
+        low._number(inputs.q_offset), low._number(inputs.k_offset), inputs.h_offset, inputs.b_offset,
+    )  # fmt: skip
+    again[low.SCALE] = inputs.scale
+    again[len(low.FORWARD.arguments) :] = data
+    run(-(-count // low.NOTES), again)
+
+
+# ---- how calls of a kind run ---------------------------------------------------------------------------------
+
+
+class Schedule(NamedTuple):
+    """What a problem's shape decides on a machine. pack: heads of a KV head that share a tile of rows."""
+
+    tiles: Tiles
+    pair: tuple[int, int]
+    pack: int
+    row_tiles: int
+    splits: int
+
+
+@functools.lru_cache(maxsize=4096)
+def schedule(problem: Problem, machine: Any, margin: int = 0) -> Schedule:
+    """The schedule of a problem that `supports` has let through."""
+    s, varlen = problem.shape, problem.options.layout == "varlen"
+    pair = choice.pair_of(s.head_dim, s.head_dim_v)
+    assert pair is not None
+    tiles = choice.choose(problem, pair, machine)
+    rows = s.seqlen_q if not varlen else -(-s.seqlen_q // max(s.batch, 1))
+    pack = choice.packing(problem, rows)
+    heads = s.num_heads_kv if pack > 1 else s.num_heads_q
+    row_tiles = _slots(problem, tiles.rows, pack)
+    programs = (1 if varlen else s.batch) * heads * row_tiles
+    keys = s.seqlen_k if not varlen else -(-s.seqlen_k // max(s.batch, 1))
+    splits = choice.splits(problem, programs, keys, machine.sms - margin)
+    return Schedule(tiles, pair, pack, row_tiles, splits)
+
+
+def _slots(problem: Problem, rows: int, pack: int) -> int:
+    """Tiles of `rows` lines of one unit, as `triton.tiles.row_tiles` counts them."""
+    return row_tiles(problem, LowTiles(rows, 16, 4, 1, packed=pack > 1))
+
+
+def make_recipe(problem: Problem, inputs: Inputs) -> Recipe | None:
+    """Decide how calls of this kind run, and compile their kernels."""
+    tensors = (inputs.q, inputs.k, inputs.v)
+    slots = describe(problem.spec, inputs.leaves)
+    if slots is None or not readable(problem, tensors):
+        return None
+    device, margin = inputs.q.get_device(), config.sm_margin
+    machine = machine_of(device)
+    plan = schedule(problem, machine, margin)
+    tiles, pack, s = plan.tiles, plan.pack, problem.shape
+    varlen = problem.options.layout == "varlen"
+    result = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
+    out, lse_strides = result, (0, 0 if varlen else s.num_heads_q * s.seqlen_q, s.seqlen_q)
+    out_strides: tuple[int, ...] = (0, *four_strides(problem, out))
+    if plan.splits > 1:
+        out, lse = low._parts(problem, inputs, plan.splits)
+        out_strides, lse_strides = out.stride(), lse.stride()[:3]
+    by_tiles = plan.splits == 1 and out.dtype == problem.dtype and readable(problem, (out,))
+    if out_strides[4] != 1 and s.head_dim_v > 1:
+        return None
+    hides = hides_pairs(problem)
+    flags = _flags(problem, inputs, plan, by_tiles)
+    heads = s.num_heads_kv if pack > 1 else s.num_heads_q
+    low_tiles = _slots(problem, ROWS, pack)
+    units = heads if varlen else s.batch * heads
+    swizzle = choice.abreast(problem, pack > 1)
+    optional = low._optional(problem, inputs)
+    names = (
+        "sink_ptr",
+        "",
+        "q_offset_ptr",
+        "k_offset_ptr",
+        "cu_q_ptr",
+        "cu_k_ptr",
+        "used_q_ptr",
+        "used_k_ptr",
+    )
+    present = {n: t for n, t in zip(names, optional, strict=True) if n and t is not None}
+    if plan.splits > 1:
+        present.pop("sink_ptr", None)
+    types = list(kernel_types(
+        problem.dtype, tiles, plan.pair, str(flags["STORE"]), pack, slots, inputs.leaves,
+        frozenset(present) | ({"flag_ptr"} if hides else set()), out.dtype,
+    ))  # fmt: skip
+    for name, t in present.items():
+        types[AT[name]] = POINTERS[t.dtype]
+    build = Build(tuple(types), (), constants_of(flags, tiles, plan.pair), 4, 1, tiles.limit)
+    run = gluon_launcher(problem, slots, build, device)
+    data = low._data(problem, inputs, slots)
+    values: list[object] = [None] * len(FORWARD.arguments) + [None if torch.is_tensor(x) else x for x in data]
+    values[AT["o_s"] : AT["scale"] + 1] = [
+        *out_strides[:4], *lse_strides, s.batch, heads, max(problem.group, 1), s.seqlen_q, s.seqlen_k, plan.row_tiles,
+        low_tiles, swizzle, plan.splits, 0, 0, 0, s.head_dim_v, inputs.scale,
+    ]  # fmt: skip
+    again = _again(problem, inputs, slots, plan, out, out_strides, lse_strides, swizzle) if hides else None
+    total = units * plan.row_tiles * plan.splits
+    return Recipe(
+        run, tuple(types), values, again, (units * low_tiles * plan.splits, varlen),
+        min(total, max(machine.sms - margin, 1)), plan.splits, tiles, plan.pair, pack, by_tiles, result.stride(),
+        slots, problem,
+    )  # fmt: skip
+
+
+def hides_pairs(problem: Problem) -> bool:
+    """Whether a call may hide a value from a row, which then has to stay unharmed by it."""
+    spec = problem.spec
+    return spec.keep is not None or spec.score is not None or problem.options.layout == "varlen"
+
+
+def _flags(problem: Problem, inputs: Inputs, plan: Schedule, by_tiles: bool) -> dict[str, object]:
+    """The kernel's constants that the call decides."""
+    spec = problem.spec
+    return {
+        "HAS_MASK": spec.keep is not None, "HAS_TERMS": spec.score is not None,
+        "FUSED": spec.score is None and inputs.scale > 0, "PACK": plan.pack,
+        "VARLEN": problem.options.layout == "varlen", "USED_Q": inputs.seqused_q is not None,
+        "USED_K": inputs.seqused_k is not None, "Q_OFFSET": _offset_kind(inputs.q_offset),
+        "K_OFFSET": _offset_kind(inputs.k_offset), "SINK": inputs.sink is not None and plan.splits == 1,
+        "CARE": hides_pairs(problem), "STORE": "tiles" if by_tiles else "rows",
+    }  # fmt: skip
+
+
+def _offset_kind(offset: object) -> str:
+    return "tensor" if isinstance(offset, torch.Tensor) else "last" if offset is None else "int"
+
+
+def gluon_launcher(problem: Problem, slots: Slots, build: Build, device: int) -> GluonLauncher:
+    """The launcher of the forward kernel of a spec, compiled once per device and build."""
+    key = (problem.spec.text, slots, build, device)
+    found = _launchers.get(key)
+    if found is None:
+        module = module_of(problem.spec, slots, TEMPLATE, (FORWARD,))
+        found = _launchers.setdefault(key, GluonLauncher(module.forward, build, device))
+    return found
+
+
+def _again(
+    problem: Problem, inputs: Inputs, slots: Slots, plan: Schedule, out: Tensor, out_strides: tuple[int, ...],
+    lse_strides: tuple[int, ...], swizzle: int,
+) -> tuple[Any, tuple[str, ...], list[object]]:  # fmt: skip
+    """The Triton backend's careful kernel for noted tiles of 64 rows, and its arguments."""
+    tiles = LowTiles(ROWS, plan.tiles.block_n, 4, 1, packed=plan.pack > 1)
+    tensors = (inputs.q, inputs.k, inputs.v)
+    strides = low.strides_of(problem, tensors, out_strides, low.step_of(problem, tensors))
+    values = low._shared_values(problem, inputs, slots, tiles, (plan.splits, 0), strides, lse_strides)
+    values[low.AT["swizzle"]] = swizzle
+    values[3], values[4] = out, out.new_empty(0, dtype=torch.float32)
+    if plan.splits > 1:
+        values[low.AT["sink_ptr"]] = None
+    values[low.FLAG] = torch.empty(0, dtype=torch.int32, device=out.device)
+    constants = low._constants(problem, inputs, tiles, strides, False)
+    careful = tuple((name, low.CARE_M if name == "BLOCK_M" else value) for name, value in constants)
+    names = [a.partition(":")[0] for a in low.FORWARD.arguments] + list(slots.names)
+    types = low.types_of(names, values, argument_types(low.FORWARD, slots))
+    ratio = ROWS // low.CARE_M
+    build = Build(types, (), (*careful, ("CARE", "again"), ("RATIO", ratio)), 4, 1)
+    run = kernel_launcher(problem, slots, low.AGAIN, build, inputs.q.get_device(), (low.FORWARD, low.AGAIN))
+    return run, types, [None if torch.is_tensor(x) else x for x in values]

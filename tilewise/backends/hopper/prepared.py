@@ -1,0 +1,325 @@
+"""A forward call whose arguments are laid out once, for calls of a kind that was made before.
+
+The argument block holds the tensor maps themselves. A call of the same kind differs from the first in addresses alone,
+so it writes those into the maps: where they stand is found by encoding a map for two addresses, and if anything but
+eight bytes differs, calls go on through the ordinary launcher.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tilewise.backends.hopper.counters import counter
+from tilewise.backends.hopper.launch_forward import (
+    AT,
+    DESCRIPTORS,
+    FORWARD,
+    Recipe,
+    descriptors,
+    forward,
+    make_recipe,
+)
+from tilewise.backends.triton import launch_forward as low
+from tilewise.backends.triton.direct import Direct
+from tilewise.config import config
+from tilewise.problem import empty_in_order
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from tilewise.problem import Inputs, Problem
+
+_MAP = 128
+"""Bytes of a tensor map, and of the head of the object that holds one."""
+_C_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.[a-z](\d+)[^\[,\n]*(?:\[(\d+)\])?")
+
+
+_right: dict[Any, bool] = {}
+"""Whether a kernel was seen to give the same bits in both ways of launching it."""
+
+
+def prepare(problem: Problem, inputs: Inputs) -> Prepared | None:
+    """A function for calls that differ from this one in the tensors' contents and addresses only (see `quick`).
+
+    None where such a call has more to do than a launch and its repetition, and host time matters less.
+    """
+    if problem.options.layout != "dense" or set(problem.tensor_names) - {"sink"}:
+        return None
+    if torch._C._cuda_getDevice() != inputs.q.get_device():
+        return None
+    recipe = make_recipe(problem, inputs)
+    if recipe is None or recipe.splits > 1 or recipe.slots.tables or not recipe.by_tiles:
+        return None
+    if recipe.run in _right and not _right[recipe.run]:
+        return None
+    try:
+        found = Prepared(recipe, inputs)
+    except ValueError:
+        return None
+    if recipe.run not in _right:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        _right[recipe.run] = _agrees(found, problem, inputs)
+    return found if _right[recipe.run] else None
+
+
+def _agrees(found: Prepared, problem: Problem, inputs: Inputs) -> bool:
+    """Whether the laid-out launch gives the ordinary launch's bits: looked at once for each compiled kernel, whose
+    compilation took seconds, since the layout of arguments is the driver's and not promised."""
+    extra = inputs.leaves if inputs.sink is None else (*inputs.leaves, inputs.sink)
+    mine = found(inputs.q, inputs.k, inputs.v, extra, True)
+    others = forward(problem, inputs)
+    pairs = zip(mine, others or (), strict=False)
+    return others is not None and all(
+        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs if a is not None
+    )
+
+
+def encoded(descriptor: Any, meta: Any, shift: int = 0) -> bytes:
+    """The tensor map of a descriptor, or of one whose tensor lies `shift` bytes further."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    address = descriptor.base.data_ptr() + shift
+    base = SimpleNamespace(data_ptr=lambda: address)
+    alike = SimpleNamespace(
+        base=base, shape=descriptor.shape, strides=descriptor.strides, padding=descriptor.padding
+    )
+    held = make_tensordesc_arg(alike, meta)[0]
+    return ctypes.string_at(id(held) + _MAP, _MAP)
+
+
+def address_at(descriptor: Any, meta: Any) -> int:
+    """Where in a tensor map the tensor's address stands.  Raises ValueError if that is not 8 bytes by themselves."""
+    first, second = encoded(descriptor, meta), encoded(descriptor, meta, 1 << 20)
+    address = descriptor.base.data_ptr()
+    at = first.find(address.to_bytes(8, "little"))
+    if (
+        at < 0
+        or at % 8
+        or first[:at] + (address + (1 << 20)).to_bytes(8, "little") + first[at + 8 :] != second
+    ):
+        raise ValueError("a tensor map holds its address in another way")
+    return at
+
+
+@functools.lru_cache(maxsize=1)
+def _driver() -> Any:
+    """cuLaunchKernel, or None where there is no such library."""
+    try:
+        function = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+    function.restype = ctypes.c_int
+    return function
+
+
+class Block(NamedTuple):
+    """An argument block: its words, and the list of the parameters' addresses that the driver reads."""
+
+    words: Any
+    parameters: Any
+
+
+class MapsDirect:
+    """Launches one kernel with one set of numbers and tensor maps; addresses are given anew each time.
+
+    slots: for each pointer the word of the block that holds it. maps: for each descriptor the word with its address.
+    Parameters are given one by one: tensor maps are aligned where the kernel reads them, which no buffer of ours knows.
+    Source: CUDA driver API, cuLaunchKernel, kernelParams.
+    """
+
+    def __init__(self, launcher: Any, types: Sequence[str], values: Sequence[Any]) -> None:
+        """Raises ValueError if the kernel cannot be launched this way."""
+        compiled = launcher.compiled
+        metas = iter(compiled.metadata.tensordesc_meta)
+        fields: list[tuple[int, int, bytes]] = []
+        offset = 0
+        self.slots: dict[int, int] = {}
+        self.maps: dict[int, int] = {}
+
+        def add(size: int, align: int, content: bytes) -> int:
+            nonlocal offset
+            at = -(-offset // align) * align
+            fields.append((at, size, content))
+            offset = at + size
+            return at
+
+        for n, (kind, value) in enumerate(zip(types, values, strict=True)):
+            if kind == "constexpr":
+                continue
+            if kind.startswith("tensordesc"):
+                meta = next(metas)
+                self.maps[n] = (add(_MAP, 64, encoded(value, meta)) + address_at(value, meta)) // 8
+                for x in value.shape:
+                    add(4, 4, bytes(ctypes.c_int32(x)))
+                for x in value.strides:
+                    add(8, 8, bytes(ctypes.c_int64(x)))
+            elif kind[0] == "*":
+                self.slots[n] = add(8, 8, bytes(8)) // 8
+            else:
+                number = _C_TYPES[kind](value)
+                add(ctypes.sizeof(number), ctypes.sizeof(number), bytes(number))
+        wanted = _sizes(compiled.asm["ptx"])
+        got = [size for _, size, _ in fields]
+        scratch = [getattr(compiled.metadata, f"{name}_scratch_size", 0) for name in ("global", "profile")]
+        if wanted[: len(got)] != got or any(size != 8 for size in wanted[len(got) :]):
+            raise ValueError("the kernel's parameters are not the arguments")
+        if _driver() is None or any(scratch):
+            raise ValueError("no driver, or a kernel that wants scratch")
+        for _ in wanted[len(got) :]:  # scratch that this kernel does not want
+            add(8, 8, bytes(8))
+        self.size = -(-offset // 8) * 8
+        self.offsets = [at for at, _, _ in fields]
+        template = bytearray(self.size)
+        for at, size, content in fields:
+            template[at : at + size] = content
+        self.template = bytes(template)
+        self.free: list[Block] = []
+        self.device, self.function = launcher.device, compiled.function
+        self.threads, self.shared = 32 * compiled.metadata.num_warps, compiled.metadata.shared
+        self.launch = _driver()
+
+    def block(self) -> Block:
+        """An argument block; a call takes one and appends it to `free` when done."""
+        try:
+            return self.free.pop()
+        except IndexError:
+            words = (ctypes.c_uint64 * (self.size // 8)).from_buffer_copy(self.template)
+            start = ctypes.addressof(words)
+            return Block(words, (ctypes.c_void_p * len(self.offsets))(*[start + at for at in self.offsets]))
+
+    def __call__(self, grid: int, block: Block, stream: int) -> None:
+        """Launch on a stream.  Raises RuntimeError."""
+        error = self.launch(
+            self.function, grid, 1, 1, self.threads, 1, 1, self.shared, stream, block.parameters, None
+        )
+        if error:
+            raise RuntimeError(f"the driver refused a launch, CUDA error {error}")
+
+
+def _sizes(ptx: str) -> list[int]:
+    """Sizes in bytes of a kernel's parameters."""
+    found = re.search(r"\.entry\s+\w+\s*\((.*?)\n\)", ptx, re.DOTALL)
+    if found is None:
+        raise ValueError("no entry in the kernel's PTX")
+    return [int(bits) // 8 * int(count or 1) for _, bits, count in _PARAMETER.findall(found[1])]
+
+
+class Prepared:
+    """One launch, and the one that repeats noted tiles, with arguments laid out."""
+
+    def __init__(self, recipe: Recipe, inputs: Inputs) -> None:
+        problem = recipe.problem
+        out = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
+        values = recipe.values.copy()
+        values[: len(DESCRIPTORS)] = descriptors(recipe, inputs, out)
+        values[AT["q_offset"]], values[AT["k_offset"]] = (
+            low._number(inputs.q_offset),
+            low._number(inputs.k_offset),
+        )
+        values[AT["scale"]] = inputs.scale
+        self.direct = MapsDirect(recipe.run, recipe.types, values)
+        self.again = None
+        slots, leaf_at = self.direct.slots, recipe.slots.leaf_at
+        if recipe.again is not None:
+            run, types, others = recipe.again
+            others = others.copy()
+            others[low.OFFSETS] = (
+                low._number(inputs.q_offset), low._number(inputs.k_offset), inputs.h_offset, inputs.b_offset,
+            )  # fmt: skip
+            others[low.SCALE] = inputs.scale
+            self.again = Direct(run, types, others)
+        self.recipe, self.grid, self.others = recipe, recipe.grid, inputs
+        self.maps = [
+            [at for n, at in self.direct.maps.items() if DESCRIPTORS[n][0] == name] for name in "qkvo"
+        ]
+        self.at = [slots[AT[name]] for name in ("out_ptr", "lse_ptr", "counter_ptr")]
+        self.extra = [slots[len(FORWARD.arguments) + at] for at in leaf_at]
+        if inputs.sink is not None:
+            self.extra.append(slots[AT["sink_ptr"]])
+        if self.again is not None:
+            self.flag = slots[AT["flag_ptr"]], self.again.slots[low.FLAG]
+            self.low = [self.again.slots[n] for n in range(5)]
+            self.low_extra = [self.again.slots[len(low.FORWARD.arguments) + at] for at in leaf_at]
+            if inputs.sink is not None:
+                self.low_extra.append(self.again.slots[low.AT["sink_ptr"]])
+        self.leaves, self.margin = len(leaf_at), config.sm_margin
+        self.out_shape, self.out_strides = problem.out_shape, recipe.out_strides
+        self.lse_shape, self.out_dtype = problem.lse_shape, problem.out_dtype
+        self.device, self.index = inputs.q.device, inputs.q.get_device()
+        self.steps = [layout.step > 1 for layout in recipe.slots.leaves]
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor], want_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(out, lse); see `protocol.Prepared`."""
+        addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
+        fits = not (addresses[0] | addresses[1] | addresses[2]) & 15
+        if fits and extra:
+            pairs = zip(extra, self.steps, strict=False)
+            fits = not any(aligned and t.data_ptr() & 15 for t, aligned in pairs)
+            fits = fits and all(t.is_contiguous() for t in extra[self.leaves :])
+        if not fits or torch._C._cuda_getDevice() != self.index or config.sm_margin != self.margin:
+            return self._elsewhere(q, k, v, extra)
+        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=self.out_dtype, device=self.device)
+        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
+        addresses.append(out.data_ptr())
+        block = self.direct.block()
+        words = block.words
+        for places, address in zip(self.maps, addresses, strict=True):
+            for at in places:
+                words[at] = address
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        at_out, at_lse, at_counter = self.at
+        words[at_out], words[at_lse] = addresses[3], lse.data_ptr()
+        words[at_counter] = counter(self.index, stream).data_ptr()
+        for at, t in zip(self.extra, extra, strict=False):
+            words[at] = t.data_ptr()
+        if self.again is None:
+            self.direct(self.grid, block, stream)
+        else:
+            self._with_notes(block, stream, (*addresses, lse.data_ptr()), extra)
+        self.direct.free.append(block)
+        return out, lse
+
+    def _with_notes(
+        self, block: Any, stream: int, addresses: tuple[int, ...], extra: Sequence[Tensor]
+    ) -> None:
+        """The launch, and the one that repeats the tiles it notes."""
+        count = self.recipe.notes[0]
+        flags = torch.empty(count, dtype=torch.int32, device=self.device).data_ptr()
+        block.words[self.flag[0]] = flags
+        self.direct(self.grid, block, stream)
+        block = self.again.block()  # type: ignore[union-attr]
+        words = block.words
+        for at, address in zip(self.low, addresses, strict=True):
+            words[at] = address
+        for at, t in zip(self.low_extra, extra, strict=False):
+            words[at] = t.data_ptr()
+        words[self.flag[1]] = flags
+        self.again(-(-count // low.NOTES), block)  # type: ignore[misc]
+        self.again.free.append(block)  # type: ignore[union-attr]
+
+    def _elsewhere(
+        self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same call when it is aligned otherwise, or another device is current."""
+        sink = extra[self.leaves] if len(extra) > self.leaves else None
+        inputs = replace(self.others, q=q, k=k, v=v, leaves=tuple(extra[: self.leaves]), sink=sink)
+        found = forward(self.recipe.problem, inputs)
+        if found is None:
+            from tilewise.backends.triton.launch_forward import forward as other
+
+            found = other(self.recipe.problem, inputs)
+        return found  # type: ignore[return-value]

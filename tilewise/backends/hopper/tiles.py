@@ -1,0 +1,132 @@
+"""Tiles of the Hopper forward: what fits the registers and shared memory of a multiprocessor by head dimension.
+
+A choice depends on head dimensions, the spec, the shape and the machine, never on a run. A table of measured choices
+is asked first (`tilewise.tuning`, kernel "hopper.forward").
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from tilewise import tuning
+
+if TYPE_CHECKING:
+    from tilewise.backends.triton.machine import Machine
+    from tilewise.problem import Problem
+    from tilewise.spec.attention import AttentionSpec
+
+PARTS = {64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}
+"""A head dimension as the columns of one or two tiles, each a power of two."""
+PAIRS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
+"""Head dimensions of q and k, and of v, that kernels are made for; smaller ones are filled up with zeros."""
+FEWEST_KEYS = 512
+"""Keys of a split, at least."""
+SHARED = 232448
+"""Bytes of shared memory a program may have at compute capability 9.0."""
+CACHE = 34 * 2**20
+"""Bytes of k and v of the heads that run abreast: two thirds of the second-level cache of an H100 or H200."""
+
+
+class Tiles(NamedTuple):
+    """A choice: warpgroups of 64 rows, keys of a block, stages of the rings; `order` and `lazy` as in the kernel.
+
+    shared_out: out leaves through the room of q. worker, loader, limit: registers of a thread of a consumer, of the
+    producer, and of the kernel at its start, from which the first consumer keeps what is left.
+    """
+
+    warpgroups: int
+    block_n: int
+    stages: int
+    order: int
+    lazy: bool
+    shared_out: bool
+    worker: int
+    loader: int
+    limit: int
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.warpgroups
+
+
+PLAIN = {
+    (64, 64): Tiles(3, 128, 2, 5, True, False, 160, 32, 128),
+    (96, 96): Tiles(2, 128, 2, 0, False, False, 224, 56, 168),
+    (128, 128): Tiles(2, 128, 2, 5, True, False, 232, 40, 168),
+    (192, 192): Tiles(2, 64, 3, 4, True, True, 224, 56, 168),
+    (192, 128): Tiles(2, 128, 2, 5, True, True, 224, 56, 168),
+    (256, 256): Tiles(2, 64, 2, 5, True, True, 232, 40, 168),
+}
+"""Without score terms, and with masks of positions alone. Source: sweeps on an H200 (docs/hopper.md)."""
+FOLDING = {
+    (64, 64): Tiles(2, 128, 2, 5, True, False, 216, 72, 168),
+    (96, 96): Tiles(2, 128, 2, -1, True, False, 216, 72, 168),
+    (128, 128): Tiles(2, 128, 2, -1, True, False, 224, 56, 168),
+    (192, 192): Tiles(2, 64, 3, -1, True, True, 216, 72, 168),
+    (192, 128): Tiles(2, 128, 2, -1, True, True, 216, 72, 168),
+    (256, 256): Tiles(2, 64, 2, -1, True, True, 216, 72, 168),
+}
+"""With score terms, or masks that read tensors: what is printed wants registers, and O += P v gives its own up early.
+Source: the same sweeps for (128, 128): softcap 503 against 491 TFLOP/s, ALiBi 435 against 317."""
+
+
+def default(pair: tuple[int, int], spec: AttentionSpec) -> Tiles:
+    """The tiles where no table says others."""
+    return (FOLDING if spec.score is not None or spec.leaves else PLAIN)[pair]
+
+
+def pair_of(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
+    """The smallest kernel that holds these head dimensions."""
+    fitting = [(d, dv) for d, dv in PAIRS if head_dim <= d and head_dim_v <= dv]
+    return min(fitting, key=sum) if fitting else None
+
+
+def table_key(problem: Problem, pair: tuple[int, int]) -> str:
+    """What a measured choice depends on."""
+    masked = "masked" if problem.spec.keep is not None else "full"
+    terms = "-terms" if problem.spec.score is not None else ""
+    return f"d{pair[0]}-{pair[1]}-{masked}{terms}"
+
+
+def choose(problem: Problem, pair: tuple[int, int], machine: Machine) -> Tiles:
+    """The tiles of a call."""
+    measured = tuning.lookup(machine.name, "hopper.forward", table_key(problem, pair))
+    if not measured:
+        return default(pair, problem.spec)
+    warpgroups, block_n, stages, order, lazy, shared_out, worker, loader, limit = measured
+    return Tiles(warpgroups, block_n, stages, order, bool(lazy), bool(shared_out), worker, loader, limit)
+
+
+def shared_bytes(tiles: Tiles, pair: tuple[int, int]) -> int:
+    """Shared memory of a program: q, out, the rings, and a little for barriers and numbers."""
+    d, dv = pair
+    out = 0 if tiles.shared_out else tiles.rows * dv
+    return 2 * (tiles.rows * d + out + tiles.stages * tiles.block_n * (d + dv)) + 1024
+
+
+def abreast(problem: Problem, packed: bool) -> int:
+    """Heads whose tiles run side by side, so that their keys and values stay in the second-level cache."""
+    s = problem.shape
+    keys = s.seqlen_k if problem.options.layout == "dense" else -(-s.seqlen_k // max(s.batch, 1))
+    each = max(keys * (s.head_dim + s.head_dim_v) * 2, 1)
+    units = (1 if problem.options.layout == "varlen" else s.batch) * s.num_heads_kv
+    # Sections of equal width: a last one of few heads would leave multiprocessors waiting for its longest tiles.
+    sections = -(-units // max(1, min(64, CACHE // each)))
+    groups = -(-units // sections)
+    return groups if packed else groups * max(problem.group, 1)
+
+
+def packing(problem: Problem, rows: int) -> int:
+    """Query heads of one KV head that share a tile of rows, so that keys are loaded once for all of them; 1: none.
+
+    It pays where a sequence has few rows; the copy engine takes groups of 2, 4 .. 64 heads.
+    """
+    group = problem.group
+    return group if group in (2, 4, 8, 16, 32, 64) and rows * group <= 512 and rows < 128 else 1
+
+
+def splits(problem: Problem, programs: int, keys: int, sms: int) -> int:
+    """How many ways the keys of each tile are divided: as many as leave no multiprocessor idle, by the shape alone."""
+    if programs >= sms or problem.options.batch_invariant:
+        return 1
+    return max(1, min(sms // max(programs, 1), keys // FEWEST_KEYS))
