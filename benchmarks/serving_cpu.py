@@ -102,7 +102,8 @@ def main() -> None:
         alone = attention_alone(options.prompt, options.page_size)
     measure = runs.get("eager, own cache", runs["sdpa, own cache"])[0][0]
     line = {
-        "what": "generation on the processor", "command": " ".join(["python", *sys.argv]), "model": name, "text": text, "prompt": options.prompt,
+        "what": "generation on the processor", "command": " ".join(["python", *sys.argv]),
+        "model": name, "text": text, "prompt": options.prompt,
         "new": options.new, "page_size": options.page_size, "rounds": options.rounds,
         "machine": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(), "torch": torch.__version__, "tilewise": tilewise.__version__,
