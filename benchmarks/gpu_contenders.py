@@ -4,7 +4,7 @@ A contender is a function of a cell that returns (layout, attend) or raises `Ref
 q, k, v and the cell's trained leaf, if it has one, and returns out. What a user makes once (a block mask, compiled
 code, slopes) is made before and is in no time.
 
-    triton, hopper, ...   tilewise.attention with that backend; `triton+atomics` allows dq by atomic additions
+    triton, hopper, ...   tilewise.attention with that backend; `+atomics` says deterministic=False, `+exact` True
     sdpa_flash, sdpa_cudnn   scaled_dot_product_attention held to one backend
     flex, flex_tuned      flex_attention compiled by default, and with mode max-autotune-no-cudagraphs
     fa3, fa4              fa3_fwd_interface and flash_attn.cute
@@ -137,7 +137,7 @@ def ours(cell: Cell, backend: str) -> tuple[str, Attend]:
         "softcap": lambda: (tw.softcap(30.0),),
     }
     terms = fixed[cell.score]() if cell.score in fixed else ()
-    deterministic = False if option == "atomics" else None
+    deterministic = {"atomics": False, "exact": True}.get(option)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *leaf: Tensor) -> Tensor:
         scores = tuple(tw.bias(t) for t in leaf) or terms

@@ -1,0 +1,189 @@
+"""What the backward's partitions share: numbers that threads know to be the same, chunks of columns, additions.
+
+A tile of a tensor is a list of chunks, each ROWS x W columns in shared memory of its own, so a head dimension is any
+multiple of W. Sums of a tile are a tuple of accumulators, one a chunk.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
+
+from tilewise.backends.hopper.forward_place import owner, sequence
+from tilewise.backends.hopper.names import tma_load, tma_store
+
+FIELDS = gl.constexpr(8)
+"""Numbers that tell the consumers about the program's keys: row tiles to come, b, KV head, first key in the sequence,
+its keys, its first key in the tensor, positions of its first row and key."""
+ENTRY = gl.constexpr(3)
+"""Numbers that go with each row tile: its number in its head times 4, plus 2 if PARTIAL; its number among all; its
+head."""
+RING = gl.constexpr(4)
+"""Row tiles that may be told about at once: more than there are stages."""
+
+
+@gluon.jit
+def same(n):
+    """n, an int32 that all threads of a warp agree on. The reduction says so to the compiler, which then keeps what is
+    made of it in the registers that a warp shares."""
+    return gl.inline_asm_elementwise(
+        "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", [n], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def number(slots, n):
+    """Read a slot, in four warps."""
+    return gl.max(same(slots.index(n).load(gl.BlockedLayout([1], [32], [4], [0]))), 0)
+
+
+@gluon.jit
+def meet(ID: gl.constexpr, THREADS: gl.constexpr):
+    """Wait for the other warpgroup, at a barrier of the hardware that nothing else uses."""
+    asm: gl.constexpr = f"bar.sync {ID}, {THREADS}; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(asm, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def key_tile(sizes, tables, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, BN: gl.constexpr):
+    """The program's tile: batch entry, KV head, number, rows and keys of the sequence, and its first row tile."""
+    batch, heads, group, n_q, n_k, row_tiles, key_tiles, swizzle = sizes
+    cu_q, cu_k, used_q, used_k = tables
+    heads_kv = heads // group
+    units = heads_kv if VARLEN else batch * heads_kv
+    per = key_tiles * swizzle
+    section = gl.program_id(0) // per
+    inner = gl.program_id(0) - section * per
+    width = gl.minimum(units - section * swizzle, swizzle)
+    tile, unit = inner // width, section * swizzle + inner % width
+    if VARLEN:
+        g = unit
+        b, tile = owner(cu_k, tile, batch, n_k, BN)
+        row0, n_q = sequence(cu_q, used_q, b, n_q, USED_Q)
+        key0, n_k = sequence(cu_k, used_k, b, n_k, USED_K)
+        first = row0 // 64 + b
+    else:
+        b = unit // heads_kv
+        g = unit - b * heads_kv
+        row0, key0 = 0, 0
+        first = b * heads * row_tiles
+    return b, g, tile, row0, n_q, key0, n_k, first
+
+
+@gluon.jit
+def load_chunks(desc, tile, full, b, h, row, first, N: gl.constexpr, W: gl.constexpr):
+    """Issue the loads of N chunks of a tile; its barrier expects their bytes."""
+    for c in gl.static_range(N):
+        tma_load(desc, [b, h, row, c * W], full, tile.index(first + c))
+
+
+@gluon.jit
+def zeros_of(N: gl.constexpr, ROWS: gl.constexpr, W: gl.constexpr, LAYOUT: gl.constexpr):
+    """N chunks of zeros."""
+    made = ()
+    for _ in gl.static_range(N):
+        made = made + (gl.zeros([ROWS, W], gl.float32, LAYOUT),)
+    return made
+
+
+@gluon.jit
+def product_of(a_s, a, b_s, b, N: gl.constexpr, W: gl.constexpr, LAYOUT: gl.constexpr):
+    """Issue A B^T over N chunks of 64 rows."""
+    zeros = gl.zeros([64, 64], gl.float32, LAYOUT)
+    left, right = a_s.index(a).reshape([64, W]), b_s.index(b).reshape([64, W])
+    s = warpgroup_mma(left, right.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    for c in gl.static_range(1, N):
+        left, right = a_s.index(a + c).reshape([64, W]), b_s.index(b + c).reshape([64, W])
+        s = warpgroup_mma(left, right.permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def add_products(sums, a, b_s, b, N: gl.constexpr, W: gl.constexpr):
+    """Issue sums += A B, a chunk of 64 rows of B for each of them."""
+    made = ()
+    for c in gl.static_range(N):
+        made = made + (warpgroup_mma(a, b_s.index(b + c).reshape([64, W]), sums[c], is_async=True),)
+    return made
+
+
+@gluon.jit
+def any_wrong(sums, N: gl.constexpr):
+    """1 if some element of the chunks is not finite."""
+    bad = gl.to_tensor(0)
+    for c in gl.static_range(N):
+        total = gl.sum(sums[c], 1)
+        bad = gl.maximum(bad, gl.max(((total - total) != 0.0).to(gl.int32), 0))
+    return bad
+
+
+@gluon.jit
+def note(marks_ptr, bad, b, g, heads, group, batch):
+    """Leave the heads of a group to the second look."""
+    if bad > 0:
+        gl.store(marks_ptr + batch * heads, 1)
+        for member in range(0, group):
+            gl.store(marks_ptr + b * heads + g * group + member, 1)
+
+
+@gluon.jit
+def store_tiles(desc, sums, factor, stage, first, b, h, row, N: gl.constexpr, W: gl.constexpr):
+    """64 rows of chunks to memory by the copy engine, through chunks `first` .. of shared memory."""
+    for c in gl.static_range(N):
+        stage.index(first + c).reshape([64, W]).store((sums[c] * factor).to(stage.dtype))
+    fence_async_shared()
+    for c in gl.static_range(N):
+        tma_store(desc, [b, h, row, c * W], stage.index(first + c))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def store_rows(out, sums, factor, b, h, row, rows_left, N: gl.constexpr, W: gl.constexpr, LAYOUT: gl.constexpr):
+    """The first rows of chunks to memory, row by row."""
+    _, ptr, s_b, s_h, s_n, size = out
+    n = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    places = ptr + b * s_b + h * s_h + (row + n).to(gl.int64) * s_n
+    for c in gl.static_range(N):
+        d = c * W + gl.arange(0, W, layout=gl.SliceLayout(0, LAYOUT))
+        inside = (n < rows_left)[:, None] & (d < size)[None, :]
+        gl.store(places[:, None] + d[None, :], (sums[c] * factor).to(ptr.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def store_chunks(out, sums, factor, stage, first, b, h, row, rows_left, N: gl.constexpr, W: gl.constexpr,
+                 LAYOUT: gl.constexpr, CUT: gl.constexpr):  # fmt: skip
+    """64 rows of chunks to memory; CUT: those from rows_left on are not this tile's. out: descriptor, pointer, strides
+    of batch, head and token, columns."""
+    if CUT:
+        if rows_left >= 64:
+            store_tiles(out[0], sums, factor, stage, first, b, h, row, N, W)
+        else:
+            store_rows(out, sums, factor, b, h, row, rows_left, N, W, LAYOUT)
+    else:
+        store_tiles(out[0], sums, factor, stage, first, b, h, row, N, W)
+
+
+@gluon.constexpr_function
+def _add_text(n):
+    text = [
+        f"red.global.add.v4.f32 [${2 * n}+{2048 * i}], {{${4 * i}, ${4 * i + 1}, ${4 * i + 2}, ${4 * i + 3}}};"
+        for i in range(n // 4)
+    ]
+    return " ".join(["{", *text, "}"])
+
+
+@gluon.constexpr_function
+def _add_constraints(n):
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["l"] * n)
+
+
+@gluon.jit
+def add_fragments(ptr, x, N: gl.constexpr):
+    """Add a warpgroup's tile of 128 N floats to memory in the order in which threads hold it, 16 bytes a thread at a
+    time: element c of group a of thread t is float (128 a + t) 4 + c. `backward_rows_kernel` reads it back."""
+    row = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
+    col = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
+    thread = ((row // 16) * 512 + (row % 8) * 64)[:, None] + ((col % 8 // 2) * 16)[None, :]
+    where = thread.to(gl.int64) + ptr.to(gl.int64, bitcast=True)
+    asm: gl.constexpr = _add_text(N)
+    constraints: gl.constexpr = _add_constraints(N)
+    gl.inline_asm_elementwise(asm, constraints, [x, where], dtype=gl.float32, is_pure=False, pack=N)

@@ -1,0 +1,257 @@
+"""The Hopper backward: from a call and its cotangents to launches.
+
+    prepare (Triton)      m, low and delta of every row; marks heads whose rows need a second look
+    fill_lines            the rows' numbers as tiles; clears the sums of dq
+    halves or roles       dk, dv, and the sums of dq
+    collect_rows          dq
+    second look (Triton)  keys and rows of marked heads once more; the usual call has none, and the host reads nothing
+
+A leaf whose gradient is summed along rows or pairs needs a pass of the Triton backend, which then gives dq, too; other
+leaves have passes of their own there, and of those along columns the whole backward is made there.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tilewise.backends.hopper.backward_tiles import BackwardPlan, plan_backward, reason
+from tilewise.backends.hopper.compile import GluonLauncher, descriptor_type, shared_layout
+from tilewise.backends.hopper.launch_forward import readable
+from tilewise.backends.hopper.source import module_of
+from tilewise.backends.protocol import Gradients, Needs
+from tilewise.backends.triton.compile import Build, types_of
+from tilewise.backends.triton.launch import plain_launcher
+from tilewise.backends.triton.launch_backward import Call
+from tilewise.backends.triton.launch_forward import _number
+from tilewise.backends.triton.layout import describe
+from tilewise.backends.triton.leaf_gradients import LeafGradients, sink_gradient
+from tilewise.backends.triton.leaf_sums import Sites, sort_sites
+from tilewise.backends.triton.source import Entry, argument_types
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tilewise.problem import Inputs, Problem
+
+KEYS_TEMPLATE = "tilewise.backends.hopper.backward_kernel"
+_PLACES = ("q_offset_ptr", "k_offset_ptr", "cu_q_ptr", "cu_k_ptr", "used_q_ptr", "used_k_ptr")
+_FLAGS = ("VARLEN", "USED_Q", "USED_K", "Q_OFFSET", "K_OFFSET")
+_KEYS = (
+    "q_desc", "do_desc", "k_desc", "v_desc", "m_desc", "delta_desc", "dk_desc", "dv_desc", "dk_ptr", "dv_ptr", "dq_ptr",
+    "marks_ptr", *_PLACES, "dk_b:i64", "dk_h:i64", "dk_n:i64", "dv_b:i64", "dv_h:i64", "dv_n:i64", "batch",
+    "heads", "group", "seqlen_q", "seqlen_k", "row_tiles", "key_tiles", "swizzle", "q_offset", "k_offset", "size_d",
+    "size_dv", "scale:fp32",
+)  # fmt: skip
+HALVES = Entry(
+    "halves", KEYS_TEMPLATE, "halves_program", _KEYS, (),
+    ("HAS_MASK", "HAS_TERMS", "D", "ST", *_FLAGS, "HELD", "ADD", "WORKER", "LOADER"),
+)  # fmt: skip
+ROLES = Entry(
+    "roles", KEYS_TEMPLATE, "roles_program", _KEYS, (),
+    ("HAS_MASK", "HAS_TERMS", "NC", "NV", "W", "ST", *_FLAGS, "WORKER", "ADDER", "LOADER"),
+)  # fmt: skip
+_lock = threading.Lock()
+_launchers: dict[tuple[object, ...], GluonLauncher] = {}
+
+
+class Lines(NamedTuple):
+    """The rows' numbers as tiles of 64, and the tiles' sums of dq (none where another pass gives dq)."""
+
+    m: Tensor
+    delta: Tensor
+    sums: Tensor
+    tiles: int
+
+
+def line_tiles(problem: Problem) -> int:
+    """Tiles of 64 rows of one head; packed, as many as any division into sequences needs."""
+    s = problem.shape
+    return s.seqlen_q // 64 + s.batch if problem.options.layout == "varlen" else -(-s.seqlen_q // 64)
+
+
+class HopperCall(Call):
+    """One backward pass: the Triton backend's, and the kernels of this backend."""
+
+    plan: BackwardPlan
+    own_do: Tensor
+    """do as the copy engine reads it, in the inputs' type."""
+
+    # ---- around the main kernels ---------------------------------------------------------------------------
+
+    def fill_lines(self, floats: int) -> Lines:
+        """The rows' numbers as tiles; floats: sums of a tile."""
+        from tilewise.backends.hopper.backward_line_kernels import fill_lines
+
+        s, tiles = self.problem.shape, line_tiles(self.problem)
+        count = tiles * s.num_heads_q * (1 if self.varlen else s.batch)
+        m, delta, sums = (self._floats(n) for n in (count * 64, count * 64, max(count * floats, 4)))
+        values = (
+            self.m, self.delta, m, delta, sums, self.places[3], self.places[5], s.batch, s.num_heads_q, s.seqlen_q,
+            tiles,
+        )  # fmt: skip
+        names = fill_lines.arg_names[: len(values)]
+        build = Build(
+            types_of(names, values, {}), (2, 3, 4), (("VARLEN", self.varlen), ("FLOATS", floats)), 4, 1
+        )  # fmt: skip
+        plain_launcher(fill_lines, build, self.device)(count, values)
+        return Lines(m, delta, sums, tiles)
+
+    def collect(self, lines: Lines, parts: int, width: int) -> Tensor:
+        """dq from its sums."""
+        from tilewise.backends.hopper.backward_line_kernels import collect_rows
+
+        s, dq = self.problem.shape, self._gradient(self.inputs.q)
+        strides = keyed_strides(self.problem, dq)
+        values = (
+            lines.sums, dq, self.marks, self.places[3], self.places[5], *strides, s.batch, s.num_heads_q, s.seqlen_q,
+            lines.tiles, s.head_dim, self.inputs.scale,
+        )  # fmt: skip
+        names = collect_rows.arg_names[: len(values)]
+        kinds = {"dq_b": "i64", "dq_h": "i64", "dq_n": "i64", "scale": "fp32"}
+        build = Build(
+            types_of(names, values, kinds), (0, 1),
+            (("VARLEN", self.varlen), ("PARTS", parts), ("WIDTH", width)), 4, 1,
+        )  # fmt: skip
+        units = s.num_heads_q * (1 if self.varlen else s.batch)
+        plain_launcher(collect_rows, build, self.device)(lines.tiles * units, values)
+        return dq
+
+    # ---- the main kernels ----------------------------------------------------------------------------------
+
+    def keys(self, lines: Lines, add: bool) -> tuple[Tensor, Tensor]:
+        """dk and dv; add: and the sums of dq."""
+        s, plan, x = self.problem.shape, self.plan, self.inputs
+        dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x.k, x.v))
+        if self.varlen:
+            dk.zero_()
+            dv.zero_()
+        narrow = plan.narrow
+        rows, width = (128, plan.d) if narrow else (64, plan.width)
+        key_tiles = s.seqlen_k // rows + s.batch if self.varlen else -(-s.seqlen_k // rows)
+        units = s.num_heads_kv * (1 if self.varlen else s.batch)
+        values = (
+            self.box(x.q, 64, width), self.box(self.own_do, 64, width), self.box(x.k, rows, width),
+            self.box(x.v, 64, width), line_box(lines.m), line_box(lines.delta), self.box(dk, 64, width),
+            self.box(dv, 64, width), dk, dv, lines.sums, self.marks, *self.places[1:],
+            *keyed_strides(self.problem, dk), *keyed_strides(self.problem, dv), *self.sizes, lines.tiles, key_tiles,
+            plan.swizzle, _number(x.q_offset), _number(x.k_offset), s.head_dim, s.head_dim_v, x.scale,
+        )  # fmt: skip
+        constants = self.flags() | plan.key_constants() | {"ADD": add}
+        self.gluon(HALVES if narrow else ROLES, units * key_tiles, values, constants, 168 if narrow else 128)
+        return dk, dv
+
+    def flags(self) -> dict[str, Any]:
+        """Constants that follow from the call."""
+        spec, o = self.problem.spec, self.problem.options
+        return {
+            "HAS_MASK": spec.keep is not None, "HAS_TERMS": spec.score is not None, "VARLEN": self.varlen,
+            "USED_Q": o.seqused_q, "USED_K": o.seqused_k, "Q_OFFSET": o.q_offset, "K_OFFSET": o.k_offset,
+        }  # fmt: skip
+
+    def gluon(
+        self, entry: Entry, grid: int, values: tuple[object, ...], constants: dict[str, Any], registers: int
+    ) -> None:
+        """Compile a kernel of the spec at first use, and run it."""
+        values = (*values, *self.data)
+        names = [a.partition(":")[0] for a in entry.arguments] + list(self.slots.names)
+        kinds = argument_types(entry, self.slots)
+        types = tuple(
+            value.kind if isinstance(value, Box) else known
+            for value, known in zip(values, types_of(names, [bare(v) for v in values], kinds), strict=True)
+        )
+        aligned = tuple(
+            len(entry.arguments) + at
+            for at, layout in zip(self.slots.leaf_at, self.slots.leaves, strict=True) if layout.step > 1
+        )  # fmt: skip
+        build = Build(types, aligned, tuple((n, constants[n]) for n in entry.constants), 4, 1, registers)
+        key = (self.problem.spec.text, self.slots, entry.name, build, self.device)
+        run = _launchers.get(key)
+        if run is None:
+            with _lock:
+                run = _launchers.get(key)
+                if run is None:
+                    module = module_of(self.problem.spec, self.slots, entry.module, (entry,))
+                    run = _launchers[key] = GluonLauncher(getattr(module, entry.name), build, self.device)
+        run(grid, [bare(v) for v in values])
+
+    def box(self, t: Tensor, rows: int, width: int) -> Box:
+        """A descriptor of a q-, k- or v-like tensor in blocks of rows x width."""
+        view = t.transpose(0, 1).unsqueeze(0) if self.varlen else t
+        # A dimension of one element may have any stride that the hardware takes.
+        strides = [x if n > 1 else 8 for n, x in zip(view.shape[:3], view.stride()[:3], strict=True)] + [1]
+        return boxed(t, list(view.shape), strides, [1, 1, rows, width])
+
+
+class Box(NamedTuple):
+    """A descriptor and its type."""
+
+    kind: str
+    descriptor: Any
+
+
+def bare(value: object) -> object:
+    """What a launch takes."""
+    return value.descriptor if isinstance(value, Box) else value
+
+
+def boxed(t: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Box:
+    """A descriptor with the swizzle that products want."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = shared_layout(t.dtype, block)
+    return Box(descriptor_type(t.dtype, block), TensorDescriptor(t, shape, strides, block, layout))
+
+
+def line_box(t: Tensor) -> Box:
+    """A descriptor of the rows' numbers in tiles of 64."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(0, 32, 2)
+    found = TensorDescriptor(t, [1, t.numel()], [t.numel(), 1], [1, 64], layout)
+    return Box(f"tensordesc<fp32[1, 64],{layout!r}>", found)
+
+
+def keyed_strides(problem: Problem, t: Tensor) -> tuple[int, int, int]:
+    """(batch, head, token) strides of a q- or k-like tensor."""
+    from tilewise.backends.triton.launch import four_strides
+
+    return four_strides(problem, t)[:3]
+
+
+# ---- one backward --------------------------------------------------------------------------------------------
+
+
+def backward(
+    problem: Problem, inputs: Inputs, saved: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor | None], needs: Needs
+) -> Gradients | None:
+    """All gradients that are asked for; None where the Triton backend is to make them: see `backward_tiles.reason`;
+    and for tensors that the copy engine does not read, and leaves of another type or summed along columns."""
+    slots = describe(problem.spec, inputs.leaves)
+    if slots is None or reason(problem) or not readable(problem, (inputs.q, inputs.k, inputs.v)):
+        return None
+    sites = Sites((), (), -1, (), (), ())
+    if any(needs.leaves):
+        sites = sort_sites(problem, inputs.leaves, tuple(needs.leaves))
+    plan = plan_backward(problem)
+    add = not sites.rows and sites.pair < 0
+    if sites.columns or not (add or plan.narrow):
+        return None
+    call = HopperCall(problem, inputs, saved, grads, slots)
+    call.plan, call.own_do = plan, call.do
+    if call.do.dtype != problem.dtype or not readable(problem, (call.do,)):
+        call.own_do = call.do.to(problem.dtype).contiguous()
+    call.prepare()
+    leaves = LeafGradients(call, sites, needs)
+    lines = call.fill_lines(64 * plan.d if add else 0)
+    dk, dv = call.keys(lines, add)
+    dq = call.collect(lines, *plan.sums) if add else None
+    dk, dv, _ = call.key_gradients((), (dk, dv))
+    dq, sums = call.row_gradients(sites.rows, sites.pair, leaves.pair_target, dq)
+    leaves.add_tokens(sites.rows, sums, rows=True)
+    leaves.add_others()
+    sink = sink_gradient(call) if needs.sink and inputs.sink is not None else None
+    return Gradients(dq, dk, dv, leaves.finish(), sink)
