@@ -24,6 +24,7 @@ CASES = (
 )  # fmt: skip
 FUNCTIONS = (
     "hidden_values", "visible_values_spread", "one_visible_key", "large_scores", "part_of_the_keys",
+    "one_leaf_in_two_batches",
 )  # fmt: skip
 
 

@@ -101,8 +101,19 @@ def part_of_the_keys() -> bool:
     return all(float((a - b).abs().max()) < 1e-5 for a, b in ((dq, whole[0]), (dk, whole[1])))
 
 
+def one_leaf_in_two_batches() -> bool:
+    """Who sums a bias depends on the batch it meets: a call's kernels are not those of another batch."""
+    torch.manual_seed(0)
+    bias, results = torch.randn(1, 2, 20, 20), []
+    for batch in (1, 2):
+        q, k, v, do = (torch.randn(batch, 2, 20, 16) for _ in range(4))
+        results.append([_gradients(b, q, k, v, do, bias) for b in ("triton", "blockwise")])
+    pairs = [pair for got, wanted in results for pair in zip(got, wanted, strict=True)]
+    return all(float((a - b).abs().max()) < 1e-5 for a, b in pairs)
+
+
 FUNCTIONS: tuple[Callable[[], bool], ...] = (
-    hidden_values, visible_values_spread, one_visible_key, large_scores, part_of_the_keys,
+    hidden_values, visible_values_spread, one_visible_key, large_scores, part_of_the_keys, one_leaf_in_two_batches,
 )  # fmt: skip
 
 
