@@ -159,3 +159,59 @@ def test_explain_knows_pages():
         for name, reasons in plan.candidates
         if name in ("triton", plan.backend)
     )
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_prepared_append_launches_what_append_launches(rotary, paged, monkeypatch):
+    """The addresses that reach the kernel are the same, tensor by tensor, whichever way they are written."""
+    pytest.importorskip("triton", minversion="3.6")
+    from tilewise.backends.protocol import Append
+    from tilewise.backends.triton import launch_append
+
+    class Direct:
+        """A launcher that notes what it is given."""
+
+        device, slots = 0, {n: 3 * n for n in range(len(launch_append.TENSORS))}
+
+        def __init__(self):
+            self.free, self.seen = [], []
+
+        def block(self):
+            return self.free.pop() if self.free else type("Block", (), {"words": [0] * 60})()
+
+        def __call__(self, grid, block):
+            self.seen.append((grid, list(block.words)))
+
+    direct = Direct()
+    recipe = launch_append._Recipe(None, direct, (), 7)
+    monkeypatch.setattr(launch_append, "_recipe", lambda *_: recipe)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+
+    def inputs():
+        k, v, q = (torch.randn(2, heads, 1, 16).bfloat16() for heads in (2, 2, 4))
+        table = RotaryTable.make(16, 32) if rotary else (None, None, False)
+        return Append(
+            k, v, *(torch.zeros(4, 2, 8, 16).bfloat16() for _ in range(2)), torch.zeros(2, dtype=torch.int32),
+            torch.zeros(2, 3, dtype=torch.int32) if paged else None, q=q if rotary else None, cos=table[0],
+            sin=table[1], interleaved=table[2],
+        )  # fmt: skip
+
+    prepared = launch_append.prepare(inputs())
+    assert prepared is not None
+    for _ in range(3):
+        given = inputs()
+        outs = [way(given) for way in (launch_append.append, prepared)]
+        (grid, words), (grid_again, words_again) = direct.seen[-2:]
+        at = Direct.slots[launch_append.OUT]
+        assert grid == grid_again == 7 and [o is not None for o in outs] == [rotary, rotary]
+        if rotary:
+            assert words_again[at] == outs[1].data_ptr() and outs[0].stride() == outs[1].stride()
+            words[at] = words_again[at]
+        assert words == words_again and sum(w != 0 for w in words) == 5 + paged + 4 * rotary
+    for more in (
+        {"first": given.lengths},
+        {"k_scale": torch.ones(2)},
+        {"k_new": given.k_new.mT.contiguous().mT},
+    ):
+        assert launch_append.prepare(given._replace(**more)) is None
