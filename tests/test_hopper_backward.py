@@ -1,0 +1,218 @@
+"""The Hopper backward: kernels compile for compute capability 9.0 without a GPU, spill nothing and keep their matrix
+products in flight; on a GPU, gradients against float64, packed and grouped, bits that repeat, and what masks hide."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.backends.protocol import Needs
+from tilewise.problem import Inputs, Options, Problem, Shape
+from tilewise.spec.attention import AttentionSpec, spec_text
+from tilewise.spec.masks import as_mask
+from tilewise.spec.scores import as_terms
+
+triton = pytest.importorskip("triton", reason="needs Triton")
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="needs Gluon")
+on_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+N = 300
+
+
+def _call(d: int, d_v: int, mask=None, scores=(), packed: bool = False, deterministic: bool = False):
+    """(problem, inputs, saved, grads, needs) of a call on tensors of the processor, of which no number is read."""
+    term_mask, terms = as_mask(mask), as_terms(scores)
+    spec = AttentionSpec.parse(spec_text(term_mask, terms, False, False))
+    found = [*([term_mask.term] if term_mask.term is not None else []), *[t.term for t in terms]]
+    heads, cu = (4, 2), torch.tensor([0, 100, N], dtype=torch.int32)
+
+    def make(h: int, width: int) -> torch.Tensor:
+        return torch.zeros((N, h, width) if packed else (1, h, N, width), dtype=torch.bfloat16)
+
+    tables = {"cu_seqlens_q": cu, "cu_seqlens_k": cu} if packed else {}
+    q, k, v, out = make(heads[0], d), make(heads[1], d), make(heads[1], d_v), make(heads[0], d_v)
+    options = Options(layout="varlen" if packed else "dense", deterministic=deterministic)
+    problem = Problem(spec, options, Shape(2 if packed else 1, *heads, N, N, d, d_v), torch.bfloat16, "cuda")
+    inputs = Inputs(
+        q, k, v, tuple(x for t in found for x in t.leaves), tuple(n for t in found for n in t.ints),
+        tuple(x for t in found for x in t.floats), None, 0.1, 0.0, 0, 0, None, 0, N, N, **tables,
+    )  # fmt: skip
+    lse = torch.zeros((heads[0], N) if packed else (1, heads[0], N))
+    return problem, inputs, (out, lse), (out.clone(), None), Needs(leaves=(False,) * len(inputs.leaves))
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, object]]:
+    """The Gluon kernels that calls launch, as (kernel, build), instead of launches."""
+    from tilewise.backends.hopper import launch_backward
+    from tilewise.backends.triton import launch_backward as low
+    from tilewise.backends.triton.machine import INTERPRETED
+
+    found: list[tuple[object, object]] = []
+
+    def note(kernel: object, build: object, device: int):
+        found.append((kernel, build))
+        return lambda *launch: None
+
+    monkeypatch.setattr(launch_backward, "GluonLauncher", note)
+    monkeypatch.setattr(launch_backward, "_launchers", {})
+    monkeypatch.setattr(launch_backward, "plain_launcher", lambda *a: lambda *launch: None)
+    monkeypatch.setattr(low, "kernel_launcher", lambda *a: lambda *launch: None)
+    monkeypatch.setattr(low, "machine_of", lambda device: INTERPRETED)
+    return found
+
+
+def _assembled(kernel: object, build: object) -> str:
+    """What the assembler says about a kernel."""
+    from triton.backends.compiler import GPUTarget
+
+    from tilewise.backends.hopper.compile import compile_gluon
+
+    made = compile_gluon(kernel, build, GPUTarget("cuda", 90, 32))
+    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(made.asm["ptx"])
+        command = [str(assembler), "-v", "--gpu-name=sm_90a", str(source), "-o", str(source) + ".o"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+VARIANTS = {
+    "plain-128": (128, 128, {}),
+    "causal-128": (128, 128, {"mask": tw.causal()}),
+    "causal-packed-64": (64, 64, {"mask": tw.causal(), "packed": True}),
+    "window-softcap-64": (64, 64, {"mask": tw.window(100, 0), "scores": tw.softcap(20.0)}),
+    "causal-256": (256, 256, {"mask": tw.causal()}),
+}
+SPILLED = 40
+"""Bytes of a thread that variants with a mask may spill, on PARTIAL tiles; plain ones none."""
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_kernels_compile_without_spills_or_waits(name: str, builds: list) -> None:
+    """C75xx are ptxas's notes that it could not keep asynchronous products in flight."""
+    from tilewise.backends.hopper.launch_backward import backward
+
+    d, d_v, options = VARIANTS[name]
+    assert backward(*_call(d, d_v, **options)) is not None
+    assert len(builds) == 1
+    said = _assembled(*builds[0])
+    assert "C75" not in said, said
+    spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", said)]
+    assert spilled and max(spilled) <= (SPILLED if "mask" in options else 0), said
+
+
+@pytest.mark.parametrize(
+    ("d", "d_v", "options"), [(128, 128, {"deterministic": True}), (192, 128, {}), (192, 192, {})]
+)
+def test_the_plan_says_what_goes_to_triton(d: int, d_v: int, options: dict, builds: list) -> None:
+    from tilewise.backends.hopper.backward_tiles import describe_backward
+    from tilewise.backends.hopper.launch_backward import backward
+
+    call = _call(d, d_v, **options)
+    assert backward(*call) is None
+    assert "by 'triton': " in describe_backward(call[0])
+    assert not builds
+
+
+def test_memory_is_linear_in_length() -> None:
+    from dataclasses import replace
+
+    from tilewise.backends.hopper.backward_tiles import workspace_bytes
+
+    problem = _call(128, 128)[0]
+    sizes = [
+        workspace_bytes(replace(problem, shape=problem.shape._replace(seqlen_q=n, seqlen_k=n)))
+        for n in (4096, 8192)
+    ]
+    assert sizes[1] == 2 * sizes[0]
+    assert sizes[0] <= 4096 * 4 * 4 * (128 + 8)  # rows, heads, bytes, floats a row
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------
+
+
+def _truth(q, k, v, do, causal: bool):
+    """dq, dk, dv in float64."""
+    q, k, v = (t.detach().double().requires_grad_() for t in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    s = q @ k.repeat_interleave(group, 1).transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if causal:
+        i = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]
+        s = s.masked_fill(torch.arange(k.shape[2], device=q.device)[None, :] > i, -math.inf)
+    out = torch.softmax(s, -1) @ v.repeat_interleave(group, 1)
+    return torch.autograd.grad(out, (q, k, v), do.double())
+
+
+def _error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got.double() - wanted).norm() / wanted.norm())
+
+
+def _drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_against_float64(d: int, causal: bool, deterministic: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v, do = _drawn(2, 4, 333, d), _drawn(2, 2, 777, d), _drawn(2, 2, 777, d), _drawn(2, 4, 333, d)
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    out = tw.attention(
+        *inputs, mask=tw.causal() if causal else None, backend="hopper", deterministic=deterministic
+    )
+    got = torch.autograd.grad(out, inputs, do, retain_graph=True)
+    for one, wanted in zip(got, _truth(q, k, v, do, causal), strict=True):
+        assert _error(one, wanted) < 6e-3
+    if deterministic:
+        for _ in range(20):
+            again = torch.autograd.grad(out, inputs, do, retain_graph=True)
+            assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+
+
+@on_gpu
+@pytest.mark.gpu
+def test_packed_sequences_have_their_own_gradients() -> None:
+    torch.manual_seed(0)
+    lengths = (100, 1, 700, 64, 333)
+    edges = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    cu = torch.tensor(edges, dtype=torch.int32, device="cuda")
+    q, k, v, do = (_drawn(edges[-1], h, 128) for h in (4, 2, 2, 4))
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    out = tw.attention_varlen(*inputs, cu, mask=tw.causal(), backend="hopper")
+    got = torch.autograd.grad(out, inputs, do)
+    for a, b in zip(edges, edges[1:], strict=False):
+        parts = [t[a:b].transpose(0, 1)[None] for t in (q, k, v, do)]
+        for one, wanted in zip(got, _truth(*parts, True), strict=True):
+            error = (one[a:b].transpose(0, 1)[None].double() - wanted).norm()
+            assert error < 6e-3 * max(float(wanted.norm()), 0.1)
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_what_is_hidden_changes_no_gradient(d: int) -> None:
+    torch.manual_seed(0)
+    q, k, v, do = (_drawn(1, 2, 500, d) for _ in range(4))
+    lengths = torch.tensor([450], device="cuda")
+    results = []
+    for value in (0.0, math.nan, math.inf):
+        k[:, :, 450:] = v[:, :, 450:] = value
+        inputs = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+        out = tw.attention(*inputs, mask=tw.key_padding(lengths), q_offset=0, backend="hopper")
+        results.append(torch.autograd.grad(out, inputs, do))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert torch.isfinite(b).all()
+            assert (a.float() - b.float()).abs().max() < 0.03
