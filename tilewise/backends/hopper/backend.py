@@ -141,7 +141,9 @@ def _shape_reasons(problem: Problem) -> list[Reason]:
     if problem.options.pages:
         reasons.append(Reason("pools of pages", "pages", "none", "'triton' reads them."))
     if problem.options.layout == "dense" and (problem.options.seqused_q or problem.options.seqused_k):
-        reasons.append(Reason("used lengths of dense tensors", "a length per batch entry", "packed sequences"))
+        reasons.append(
+            Reason("used lengths of dense tensors", "a length per batch entry", "packed sequences")
+        )
     if problem.spec.dropout:
         reasons.append(Reason("dropout", "a call with dropout", "none", "'triton' has it."))
     if min(s.batch, s.num_heads_q, s.num_heads_kv, s.seqlen_q, s.seqlen_k) == 0:

@@ -160,7 +160,9 @@ def about_of(about_s):
 
 
 @gluon.jit
-def weights(s, m, code, h, w: gl.constexpr, about_s, scale, data, HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr):
+def weights(
+    s, m, code, h, w: gl.constexpr, about_s, scale, data, HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr
+):
     """(p, slope of the terms) of a transposed tile of raw scores; hidden pairs of a PARTIAL tile have weight 0.
 
     m: minus the rows' lse, in powers of two; -inf in rows that take no part. w: which 64 of the program's keys."""
@@ -198,9 +200,15 @@ def half(
     kv_full, q_full, q_empty, do_full, _ = signals
     dt: gl.constexpr = q_s.dtype
     NQ: gl.constexpr = D // 2
-    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    QL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, NQ, 16])
+    SL: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
+    )
+    OL: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    )
+    QL: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, NQ, 16]
+    )
     PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
     batch, heads, group, _, _, _, _, _ = sizes
     dk = gl.zeros([64, D], gl.float32, OL)
@@ -283,8 +291,12 @@ def weigher(
     about_s, entry_s = slots
     kv_full, q_full, q_empty, do_full, do_empty = signals
     dt: gl.constexpr = q_s.dtype
-    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
+    SL: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
+    )
+    OL: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16]
+    )
     PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
     batch, heads, group, _, _, _, _, _ = sizes
     dv = zeros_of(NV, 64, W, OL)

@@ -44,7 +44,9 @@ def meet(ID: gl.constexpr, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def key_tile(sizes, tables, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, BN: gl.constexpr):
+def key_tile(
+    sizes, tables, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, BN: gl.constexpr
+):
     """The program's tile: batch entry, KV head, number, rows and keys of the sequence, and its first row tile."""
     batch, heads, group, n_q, n_k, row_tiles, key_tiles, swizzle = sizes
     cu_q, cu_k, used_q, used_k = tables
@@ -137,7 +139,9 @@ def store_tiles(desc, sums, factor, stage, first, b, h, row, N: gl.constexpr, W:
 
 
 @gluon.jit
-def store_rows(out, sums, factor, b, h, row, rows_left, N: gl.constexpr, W: gl.constexpr, LAYOUT: gl.constexpr):
+def store_rows(
+    out, sums, factor, b, h, row, rows_left, N: gl.constexpr, W: gl.constexpr, LAYOUT: gl.constexpr
+):
     """The first rows of chunks to memory, row by row."""
     _, ptr, s_b, s_h, s_n, size = out
     n = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))

@@ -33,8 +33,12 @@ def sloper(
     about_s, _ = slots
     kv_full, q_full, q_empty, do_full, do_empty = signals
     dt: gl.constexpr = q_s.dtype
-    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
+    SL: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
+    )
+    OL: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16]
+    )
     PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
     batch, heads, group, _, _, _, _, _ = sizes
     dk = zeros_of(NC, 64, W, OL)
@@ -74,7 +78,9 @@ def sloper(
 def adder(dq_ptr, k_s, ds_s, slots, kv_full, ds_full, ds_empty, done, NC: gl.constexpr, W: gl.constexpr):
     """A warpgroup of `roles`: dq of each tile of rows, added to memory chunk by chunk."""
     about_s, entry_s = slots
-    QL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
+    QL: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16]
+    )
     mbarrier.wait(kv_full, 0)
     count = number(about_s, 0)
     for it in range(0, count):

@@ -23,7 +23,9 @@ def add_values(acc, acc2, weights, v_s, v_s2, sv, BN: gl.constexpr, E0: gl.const
     """Issue O += P v."""
     acc = warpgroup_mma(gl.convert_layout(weights, PL), v_s.index(sv).reshape([BN, E0]), acc, is_async=True)
     if E1 > 0:
-        acc2 = warpgroup_mma(gl.convert_layout(weights, PL2), v_s2.index(sv).reshape([BN, E1]), acc2, is_async=True)
+        acc2 = warpgroup_mma(
+            gl.convert_layout(weights, PL2), v_s2.index(sv).reshape([BN, E1]), acc2, is_async=True
+        )
     return acc, acc2
 
 

@@ -226,7 +226,11 @@ def keyed_strides(problem: Problem, t: Tensor) -> tuple[int, int, int]:
 
 
 def backward(
-    problem: Problem, inputs: Inputs, saved: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor | None], needs: Needs
+    problem: Problem,
+    inputs: Inputs,
+    saved: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor | None],
+    needs: Needs,
 ) -> Gradients | None:
     """All gradients that are asked for; None where the Triton backend is to make them: see `backward_tiles.reason`;
     and for tensors that the copy engine does not read, and leaves of another type or summed along columns."""

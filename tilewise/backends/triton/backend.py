@@ -118,8 +118,10 @@ class Triton:
         from tilewise.backends.triton.layout import describe
 
         slots = describe(problem.spec, inputs.leaves)
-        if slots is None or problem.options.pages or (
-            problem.options.deterministic and launch_backward.needs_atomics(problem, inputs, needs)
+        if (
+            slots is None
+            or problem.options.pages
+            or (problem.options.deterministic and launch_backward.needs_atomics(problem, inputs, needs))
         ):
             return self._exact.backward(problem, inputs, saved, grads, needs)
         with torch.no_grad():
