@@ -232,7 +232,7 @@ def _resolve(cache: Any, sequences: Any, new: _New | None) -> tuple[CacheView, _
         if sequences is None:
             return cache, None
         if isinstance(cache, KVCache):
-            return cache.select(sequences), _Books(None, 0, (cache, sequences))
+            return cache.select(sequences, apart=new is not None), _Books(None, 0, (cache, sequences))
         raise OptionError("a CacheView is its own sequences: leave sequences out")
     layer = 0
     if isinstance(cache, PagedLayer):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 PLAIN = (Tensor, torch.nn.Parameter)
+TENSORS = ("k", "v", "lengths", "block_table", "leftpad", "k_scale", "v_scale")
 UNKNOWN, MOST_KINDS = -1, 4096
 _kinds: dict[tuple[Any, ...], int] = {}
 """Numbers of the kinds of views there were: what a call's preparation depends on but for the queries."""
@@ -46,16 +47,22 @@ class CacheView:
         self.k, self.v, self.lengths = k, v, lengths
         self.block_table, self.leftpad = block_table, leftpad
         self.k_scale, self.v_scale, self.trusted = k_scale, v_scale, trusted
-        self.device, self.plain = k.device, type(k) in PLAIN and type(v) in PLAIN
-        self.kind = UNKNOWN if torch.compiler.is_compiling() else self._kind()
+        self._learn()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A tensor that takes another's place: what is known of the old one no longer holds."""
+        super().__setattr__(name, value)
+        if name in TENSORS and "kind" in self.__dict__:
+            self._learn()
+
+    def _learn(self) -> None:
+        self.device, self.plain = self.k.device, type(self.k) in PLAIN and type(self.v) in PLAIN
         self.forms: dict[tuple[Any, ...], Any] = {}
+        self.kind = UNKNOWN if torch.compiler.is_compiling() else self._kind()
 
     def _kind(self) -> int:
-        tensors = (self.k, self.v, self.block_table, self.k_scale, self.v_scale)
-        kind = (
-            *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors],
-            self.lengths.shape, self.leftpad is None,
-        )  # fmt: skip
+        tensors = [getattr(self, name) for name in TENSORS]
+        kind = tuple([None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
         found = _kinds.get(kind)
         if found is None:
             if len(_kinds) >= MOST_KINDS:
@@ -117,26 +124,36 @@ class KVCache(CacheView):
         v = torch.empty(*shape, head_dim if head_dim_v is None else head_dim_v, dtype=dtype, device=device)
         return KVCache(k, v)
 
-    def select(self, sequences: Tensor | Sequence[int]) -> CacheView:
+    def select(self, sequences: Tensor | Sequence[int], *, apart: bool = False) -> CacheView:
         """A view of some slots, in the order given; appending through it advances its own lengths, not the cache's.
 
-        Raises: ShapeError for a slot that is not there (looked at on the CPU).
+        apart: whether each slot may stand there once, as for a call that appends.
+        Raises: ShapeError for a slot that is not there; OptionError for one that stands twice (looked at on the CPU).
         """
-        index = torch.as_tensor(sequences, device=self.k.device)
+        index = self._index(sequences)
         checks.check_int_tensor("sequences", index)
         slots = self.k.shape[0]
         if checks.can_look(index):
-            for b in index.tolist():
+            named = index.tolist()
+            for b in named:
                 if not 0 <= b < slots:
                     raise ShapeError(f"there is no slot {b}: the cache has slots 0 to {slots - 1}")
+            if apart and len(set(named)) != len(named):
+                raise OptionError(f"a slot that is written stands once in a call, not as in {named}")
         index = index.to(torch.int64)
         leftpad = None if self.leftpad is None else self.leftpad[index]
         table = index.to(torch.int32)[:, None]
         return CacheView(self.k, self.v, self.lengths[index], table, leftpad, self.k_scale, self.v_scale)
 
+    def _index(self, sequences: Tensor | Sequence[int]) -> Tensor:
+        if not isinstance(sequences, Tensor) and not len(sequences):
+            # Of an empty list torch makes floats.
+            return torch.zeros(0, dtype=torch.int64, device=self.k.device)
+        return torch.as_tensor(sequences, device=self.k.device)
+
     def store(self, sequences: Tensor | Sequence[int], view: CacheView) -> None:
         """Take over the lengths that a view from `select` has come to."""
-        index = torch.as_tensor(sequences, device=self.k.device).to(torch.int64)
+        index = self._index(sequences).to(torch.int64)
         self.lengths.index_copy_(0, index, view.lengths)
 
     def reset(self, sequences: Tensor | Sequence[int] | None = None) -> None:
@@ -144,7 +161,7 @@ class KVCache(CacheView):
         if sequences is None:
             self.lengths.zero_()
         else:
-            self.lengths[torch.as_tensor(sequences, device=self.k.device).to(torch.int64)] = 0
+            self.lengths[self._index(sequences).to(torch.int64)] = 0
 
     def crop(self, length: int) -> None:
         """Keep at most the first `length` keys of every slot.  Raises OptionError for a negative length."""

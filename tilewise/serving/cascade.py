@@ -34,6 +34,7 @@ def attend_cascade(
     """(out, lse) where the first `prefix` keys of every sequence are the pages of the first; as `attend_view`.
 
     Raises: OptionError for a prefix that is no whole number of pages, of views without a table or with padding;
+        ShapeError for one that not all sequences hold in the same pages (looked at on the CPU);
         UnsupportedProblem for masks that hide a part of the prefix, and for what depends on row, sequence or position.
     """
     mask, scores, sink = spec
@@ -49,6 +50,7 @@ def attend_cascade(
         raise OptionError("shared_prefix goes with neither offsets nor dropout")
     if table.shape[0] == 0:
         raise OptionError("shared_prefix needs a sequence")
+    _check_shared(view, table[:, : prefix // size], prefix)
     mask = as_mask(mask)
     _refuse(view, q, cu_seqlens_q, mask, scores, prefix)
     folded = q if cu_seqlens_q is not None else q.transpose(1, 2).flatten(0, 1)
@@ -72,6 +74,20 @@ def attend_cascade(
     merged = merge(Partial(out, lse), Partial(*rest))  # type: ignore[arg-type]  # lse was asked for
     merged = merged if sink is None else merged.with_sink(sink)
     return merged.finalize(dtype=q.dtype), merged.lse
+
+
+def _check_shared(view: CacheView, pages: Tensor, prefix: int) -> None:
+    """Raise ShapeError unless every sequence holds the prefix, and in the same pages; looked at on the CPU."""
+    if not can_look(pages) or not can_look(view.lengths):
+        return
+    shortest = int(view.lengths.min())
+    if shortest < prefix:
+        raise ShapeError(f"a sequence of {shortest} keys does not hold a prefix of {prefix}")
+    if bool((pages != pages[:1]).any()):
+        raise ShapeError(
+            f"the first {prefix} keys lie in different pages: the sequences do not share them\n"
+            "PagedKVCache.shared_prefix counts the keys that they share."
+        )
 
 
 def _refuse(

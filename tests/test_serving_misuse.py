@@ -1,0 +1,59 @@
+"""What a user may do to a cache between two calls, and what is refused before it reads or writes the wrong keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilewise as tw
+
+B, H, G, D = 3, 4, 2, 16
+
+
+def qkv(n, batch=B):
+    return [torch.randn(batch, heads, n, D) for heads in (H, G, G)]
+
+
+@pytest.mark.parametrize("name", ["lengths", "leftpad", "pools"])
+def test_a_tensor_that_is_replaced_is_looked_at_anew(name):
+    cache = tw.KVCache(*(torch.randn(B, G, 16, D) for _ in "kv"), torch.full((B,), 9))
+    q = torch.randn(B, H, 1, D)
+    for _ in range(2):
+        tw.attention_with_cache(q, cache)
+    first, last = 0, 9
+    if name == "lengths":
+        cache.lengths = torch.full((B + 30,), 3, dtype=torch.int32)
+    elif name == "leftpad":
+        cache.leftpad = torch.full((B + 1,), 4, dtype=torch.int32)
+    else:
+        cache.k, cache.v = (torch.randn(B, G, 5, D) for _ in "kv")
+    with pytest.raises(tw.ShapeError):
+        tw.attention_with_cache(q, cache)
+    if name == "lengths":
+        cache.lengths, last = torch.full((B,), 3, dtype=torch.int32), 3
+    elif name == "leftpad":
+        cache.leftpad, first = torch.full((B,), 4, dtype=torch.int32), 4
+    else:
+        cache.lengths, last = torch.full((B,), 5, dtype=torch.int32), 5
+    expected = tw.attention(q, cache.k[:, :, first:last], cache.v[:, :, first:last])
+    torch.testing.assert_close(tw.attention_with_cache(q, cache), expected)
+
+
+def test_slots_that_are_written_stand_once_and_may_be_none():
+    cache = tw.KVCache.allocate(3, G, 16, D)
+    with pytest.raises(tw.OptionError, match="stands once"):
+        tw.attention_with_cache(*qkv(2)[:1], cache, *qkv(2)[1:], sequences=[1] * B)
+    assert cache.lengths.tolist() == [0, 0, 0]
+    q, k, v = qkv(2, 0)
+    assert tw.attention_with_cache(q, cache, k, v, sequences=[]).shape == q.shape
+
+
+def test_a_prefix_that_is_not_shared_is_refused():
+    pages = tw.PagedKVCache(16, 4, G, D)
+    numbers = [pages.new_sequence() for _ in range(2)]
+    q, k, v = qkv(9, 2)
+    tw.attention_with_cache(q, pages, k, v, sequences=numbers)
+    with pytest.raises(tw.ShapeError, match="different pages"):
+        tw.attention_with_cache(q[:, :, :1], pages, sequences=numbers, shared_prefix=8)
+    with pytest.raises(tw.ShapeError, match="does not hold"):
+        tw.attention_with_cache(q[:1, :, :1], pages, sequences=numbers[:1], shared_prefix=12)
