@@ -57,3 +57,26 @@ def test_a_prefix_that_is_not_shared_is_refused():
         tw.attention_with_cache(q[:, :, :1], pages, sequences=numbers, shared_prefix=8)
     with pytest.raises(tw.ShapeError, match="does not hold"):
         tw.attention_with_cache(q[:1, :, :1], pages, sequences=numbers[:1], shared_prefix=12)
+
+
+def test_a_batch_that_was_not_advanced_writes_no_page_of_another():
+    pages = tw.PagedKVCache(1, 4, G, D)
+    first, second = pages.new_sequence(), pages.new_sequence()
+    batch = pages.batch([second])
+    q, k, v = qkv(4, 1)
+    tw.attention_with_cache(q, pages, k, v, sequences=[first])
+    before = pages.k.clone(), pages.v.clone()
+    with pytest.raises(tw.ShapeError):
+        tw.attention_with_cache(q, pages, *qkv(4, 1)[1:], sequences=batch)
+    assert torch.equal(pages.k, before[0]) and torch.equal(pages.v, before[1])
+    assert batch.lengths.tolist() == [[0]]
+
+
+@pytest.mark.parametrize("added", [-1, [1, 2], []])
+def test_an_advance_that_fits_no_sequence_changes_nothing(added):
+    pages = tw.PagedKVCache(4, 4, G, D)
+    batch = pages.batch([pages.new_sequence()])
+    batch.advance(2)
+    with pytest.raises(tw.OptionError, match="advance takes"):
+        batch.advance(added)
+    assert pages.length(0) == 2 and pages.num_free_pages == 3

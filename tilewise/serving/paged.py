@@ -146,7 +146,7 @@ class PagedKVCache:
 
     def batch(self, sequences: Many[int]) -> Batch:
         """The device side of some sequences, for calls whose books you keep: see `Batch`."""
-        return Batch(self, tuple(sequences))
+        return Batch(self, tuple(sequences), trusted=False)
 
     def shared_prefix(self, sequences: Many[int]) -> int:
         """Keys, in whole pages, that all these sequences share."""
@@ -233,10 +233,11 @@ class Batch:
     the books are the caller's: `advance(n)` before each step finds pages for n more keys of each sequence, counts
     them, and writes the table in place. Then each layer's call advances the lengths of its layer on the device.
 
-    Made by `PagedKVCache.batch`.
+    Made by `PagedKVCache.batch`. trusted: whether its books say how far it goes, so that a call need not look (on the
+    CPU) whether the table has a page for each key.
     """
 
-    def __init__(self, cache: PagedKVCache, sequences: tuple[int, ...]) -> None:
+    def __init__(self, cache: PagedKVCache, sequences: tuple[int, ...], *, trusted: bool = True) -> None:
         if len(set(sequences)) != len(sequences):
             raise OptionError(f"a sequence stands once in a call, not as in {list(sequences)}")
         self.cache, self.sequences = cache, sequences
@@ -247,7 +248,7 @@ class Batch:
         self._table = self.table if device.type == "cpu" else torch.empty_like(self.table, device="cpu")
         self.lengths = torch.zeros(cache.num_layers, count, dtype=torch.int32, device=device)
         self.views = [
-            CacheView(k, v, n, self.table, None, cache.k_scale, cache.v_scale, trusted=True)
+            CacheView(k, v, n, self.table, None, cache.k_scale, cache.v_scale, trusted=trusted)
             for k, v, n in zip(cache.k, cache.v, self.lengths, strict=True)
         ]
         self.room = [0] * cache.num_layers
@@ -274,8 +275,12 @@ class Batch:
     def advance(self, added: int | list[int]) -> None:
         """Room for so many more keys of each sequence, in every layer; the books count them.
 
-        Raises: OutOfPages, ShapeError for a sequence that would grow beyond max_length.
+        Raises: OutOfPages, ShapeError for a sequence that would grow beyond max_length; OptionError unless `added` is
+            0 or more, or one such number for each sequence.
         """
+        more = [added] if isinstance(added, int) else added
+        if min(more, default=0) < 0 or len(more) != (1 if isinstance(added, int) else len(self.records)):
+            raise OptionError(f"advance takes a number of keys, or one for each sequence, not {added}")
         if self.version != self.cache.version:
             self.refresh()
         self.count(range(self.cache.num_layers), added)
