@@ -130,16 +130,16 @@ def turns(problem: Problem, found: list[Piece]) -> Iterator[tuple[int, int]]:
 
 def owned(problem: Problem, slot: int, in_turn: bool) -> bool:
     """Whether no two tasks add to one element of a leaf's gradient at one time: it is read by column, and by batch
-    entry and head where they do not go in turn."""
+    entry and head where they do not go in turn, each in one dimension for all sites: t[i, j] + t[j, i] shares."""
     s = problem.shape
     needed = {"j"} | ({"b"} if s.batch > 1 and not in_turn else set())
-    for site in ex.loads(problem.spec.score):  # type: ignore[arg-type]
-        if int(site.value) != slot:  # type: ignore[arg-type]
-            continue
-        names = {str(a.value) for a in site.args if a.op == "var"}
-        if not needed <= names or (s.num_heads_q > 1 and not in_turn and not names & {"h", "g"}):
-            return False
-    return True
+    sites = [
+        {(n, str(a.value)) for n, a in enumerate(site.args) if a.op == "var"}
+        for site in ex.loads(problem.spec.score)  # type: ignore[arg-type]
+        if int(site.value) == slot  # type: ignore[arg-type]
+    ]
+    names = {name for _, name in set.intersection(*sites)}
+    return needed <= names and (s.num_heads_q == 1 or in_turn or bool(names & {"h", "g"}))
 
 
 class LeafSums:
