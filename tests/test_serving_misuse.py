@@ -80,3 +80,29 @@ def test_an_advance_that_fits_no_sequence_changes_nothing(added):
     with pytest.raises(tw.OptionError, match="advance takes"):
         batch.advance(added)
     assert pages.length(0) == 2 and pages.num_free_pages == 3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"mask": "causal"}, {"backend": "none"}, {"backend": "hopper"}, {"scale": "2"}, {"sink": torch.zeros(H + 1)},
+        {"scores": 3}, {"dropout": 2.0}, {"q_offset": "last"}, {"mask": tw.key_padding(torch.ones(B + 1, 4).bool())},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_refused_call_writes_and_counts_nothing(wrong, paged):
+    q, k, v = qkv(2)
+    if paged:
+        cache = tw.PagedKVCache(8, 4, G, D)
+        named = {"sequences": [cache.new_sequence() for _ in range(B)]}
+    else:
+        cache, named = tw.KVCache.allocate(B, G, 16, D), {}
+    tw.attention_with_cache(q, cache, k, v, **named)
+    with pytest.raises((tw.TilewiseError, TypeError)):
+        tw.attention_with_cache(q, cache, k, v, **named, **wrong)
+    with pytest.raises(tw.TilewiseError):
+        tw.attention_with_cache(torch.randn(B, H, 2, D + 8), cache, k, v, **named)
+    lengths = [cache.length(n) for n in named["sequences"]] if paged else cache.lengths.tolist()
+    assert lengths == [2] * B
+    expected = tw.attention(q, torch.cat((k, k), 2), torch.cat((v, v), 2))
+    torch.testing.assert_close(tw.attention_with_cache(q, cache, k, v, **named), expected)

@@ -15,7 +15,7 @@ from tilewise.serving.append import append, check_new, prepare
 from tilewise.serving.cache import CacheView, KVCache
 from tilewise.serving.cascade import attend_cascade
 from tilewise.serving.paged import Batch, PagedKVCache, PagedLayer
-from tilewise.serving.read import attend_view
+from tilewise.serving.read import attend_view, check_call
 from tilewise.serving.rotary import (
     RotaryTable,
     as_table,
@@ -130,14 +130,16 @@ def attention_with_cache(
             check_table(q, table.cos, table.sin)
     if table is not None:
         _check_rotary(view, q, edges_q, new, table, positions)
+    options = (scale, q_offset, k_offset, h_offset, deterministic, batch_invariant, backend, allow_quadratic)
+    spec = (mask, scores, sink)
+    if new is not None and not is_compiling():
+        check_call(view, q, edges_q, spec, options, (dropout, seed))
     if books is not None:
         books.enter(new)
     if new is not None or table is not None:
         q = _append(view, q, edges_q, new, table, positions, (form, known))
     if books is not None and books.slots is not None and new is not None:
         books.slots[0].store(books.slots[1], view)
-    options = (scale, q_offset, k_offset, h_offset, deterministic, batch_invariant, backend, allow_quadratic)
-    spec = (mask, scores, sink)
     lse: Tensor | None
     if shared_prefix:
         result, lse = attend_cascade(view, q, edges_q, shared_prefix, spec, options, (dropout, seed))
