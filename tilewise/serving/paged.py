@@ -273,7 +273,8 @@ class Batch:
             self.table.copy_(self._table, non_blocking=True)
 
     def advance(self, added: int | list[int]) -> None:
-        """Room for so many more keys of each sequence, in every layer; the books count them.
+        """Room for so many more keys of each sequence, in every layer; the books count them. One call for each advance:
+        the keys are to be appended before another batch is advanced.
 
         Raises: OutOfPages, ShapeError for a sequence that would grow beyond max_length; OptionError unless `added` is
             0 or more, or one such number for each sequence.
