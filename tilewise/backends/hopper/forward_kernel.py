@@ -82,7 +82,9 @@ def next_code(j, chunk, codes, begin, end, b, head, tile, n_q, n_k, q_offset, k_
     found = gl.max(gl.where((codes >> 7) < j, codes, -1), 0)
     while (found < 0) & (chunk * BLOCKS > begin):
         chunk -= 1
-        codes = codes_of(chunk, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, group, data, NWG, BN, PACK)
+        codes = codes_of(
+            chunk, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, group, data, NWG, BN, PACK
+        )
         found = gl.max(codes, 0)
     return found, chunk, codes
 
@@ -138,7 +140,17 @@ def producer(
                     mbarrier.wait(k_empty.index(st), ((it // ST) & 1) ^ 1)
                     put(code_s, st, code | (follow < 0).to(gl.int32))
                     n = key0 + (code >> 7) * BN
-                    load_tile(k_desc, k_desc2, k_s.index(st), k_s2.index(st), k_full.index(st), (tb, g, n), D0, D1, BN)
+                    load_tile(
+                        k_desc,
+                        k_desc2,
+                        k_s.index(st),
+                        k_s2.index(st),
+                        k_full.index(st),
+                        (tb, g, n),
+                        D0,
+                        D1,
+                        BN,
+                    )
                     if it > 0:
                         sv = (it - 1) % ST
                         mbarrier.wait(v_empty.index(sv), (((it - 1) // ST) & 1) ^ 1)
@@ -160,7 +172,9 @@ def producer(
                             else:
                                 at = (tb, g, row0 + row, head - g * group)
                             mbarrier.wait(q_empty.index(w), (ti & 1) ^ 1)
-                            load_tile(q_desc, q_desc2, q_s.index(w), q_s2.index(w), q_full.index(w), at, D0, D1, 64)
+                            load_tile(
+                                q_desc, q_desc2, q_s.index(w), q_s2.index(w), q_full.index(w), at, D0, D1, 64
+                            )
                     fresh = False
                     v_b, v_g, v_n = tb, g, n
                     it += 1
@@ -176,7 +190,9 @@ def producer(
     if it > 0:
         sv = (it - 1) % ST
         mbarrier.wait(v_empty.index(sv), (((it - 1) // ST) & 1) ^ 1)
-        load_tile(v_desc, v_desc2, v_s.index(sv), v_s2.index(sv), v_full.index(sv), (v_b, v_g, v_n), E0, E1, BN)
+        load_tile(
+            v_desc, v_desc2, v_s.index(sv), v_s2.index(sv), v_full.index(sv), (v_b, v_g, v_n), E0, E1, BN
+        )
     slot = ti & 1
     mbarrier.wait(tile_empty.index(slot), ((ti >> 1) & 1) ^ 1)
     put(tile_s, slot * FIELDS, -1)
@@ -224,8 +240,8 @@ def consumer(
     P for folds that need many.
     """
     dt: gl.constexpr = q_s.dtype
-    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
-    OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, E0, 16])
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, BN, 16])
+    OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, E0, 16])
     OL2: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, E1 if E1 > 0 else 16, 16])  # fmt: skip
     PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
