@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tilewise.serving.cache import CacheView
+    from tilewise.written import Written
 
 OPTIONS = (
     "scale", "q_offset", "k_offset", "h_offset", "deterministic", "batch_invariant", "backend", "allow_quadratic",
@@ -64,7 +65,6 @@ def attend_view(
     spec: mask, scores, sink. options: those of OPTIONS. random: dropout, seed. partial: out in float32, to be merged.
     """
     key = None
-    mask, scores, sink = spec
     dropout = random[0]
     if type(dropout) in (float, int) and not dropout:
         key, extra = _key_of(view, q, spec, options)
@@ -87,17 +87,26 @@ def attend_view(
                 more = [*extra, *[t for t in tensors if t is not None]]
                 result = quick.run(found, (q, view.k, view.v), more, want_lse)
                 return result if want_lse else (result, None)  # type: ignore[return-value]
-    cached = Cached(
-        cu_seqlens_q, None, view.lengths, view.block_table, view.leftpad, view.k_scale, view.v_scale
-    )
-    written = write(
-        (q, view.k, view.v), cached, mask=mask, scores=scores, sink=sink, dropout=dropout, seed=random[1],
-        partial=partial, **dict(zip(OPTIONS, options, strict=True)),
-    )  # fmt: skip
+    written = _write(view, q, cu_seqlens_q, spec, options, random, partial=partial)
     result = call(written.tensors, written.seed, written.numbers)
     if key is not None:
         quick.remember(key, written)
     return result
+
+
+def _write(
+    view: CacheView, q: Tensor, cu_seqlens_q: Tensor | None, spec: tuple[Any, Any, Any], options: tuple[Any, ...],
+    random: tuple[float, Any], *, partial: bool = False,
+) -> Written:  # fmt: skip
+    """The call of `attend_view`, validated and written down."""
+    mask, scores, sink = spec
+    cached = Cached(
+        cu_seqlens_q, None, view.lengths, view.block_table, view.leftpad, view.k_scale, view.v_scale
+    )
+    return write(
+        (q, view.k, view.v), cached, mask=mask, scores=scores, sink=sink, dropout=random[0], seed=random[1],
+        partial=partial, **dict(zip(OPTIONS, options, strict=True)),
+    )  # fmt: skip
 
 
 def check_call(
@@ -114,15 +123,10 @@ def check_call(
         shape = None if cu_seqlens_q is None else cu_seqlens_q.shape
         if key is not None and (*key, shape, False) in quick.ready:
             return
-    cached = Cached(
-        cu_seqlens_q, None, view.lengths, view.block_table, view.leftpad, view.k_scale, view.v_scale
+    # A seed is given, so that none is drawn here.
+    (q, k, v, *rest), drawn, numbers = _write(
+        view, q, cu_seqlens_q, spec, options, (dropout, 0 if seed is None else seed)
     )
-    mask, scores, sink = spec
-    (q, k, v, *rest), drawn, numbers = write(
-        (q, view.k, view.v), cached, mask=mask, scores=scores, sink=sink, dropout=dropout,
-        seed=0 if seed is None else seed,  # none is drawn here
-        **dict(zip(OPTIONS, options, strict=True)),
-    )  # fmt: skip
     problem = decode_problem(q, k, v, rest, numbers.text)
     check_values(problem, decode_inputs(problem, (q, k, v, rest), numbers.ints, numbers.floats, drawn))
     choose(problem)
