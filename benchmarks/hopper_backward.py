@@ -1,9 +1,9 @@
 """The Hopper backward beside the best it meets: the whole backward through the public call, and who won each cell.
 
-    python benchmarks/hopper_backward.py [cells gqa deterministic] [--runs 2] [--seconds 200]
-        [--contenders hopper,sdpa_cudnn,sdpa_flash,fa4] [--output benchmarks/results/hopper_backward.jsonl]
+    python benchmarks/hopper_backward.py [cells gqa deterministic] [--runs 2] [--rounds 12]
+        [--seconds 200] [--contenders hopper,sdpa_cudnn,sdpa_flash,fa4] [--output benchmarks/results/hopper_backward.jsonl]
 
-The protocol is `benchmarks/gpu.py`'s: CUDA graphs, cold and hot, interleaved, rotated, 12 rounds. TFLOP/s count five
+The protocol is `benchmarks/gpu.py`'s: CUDA graphs, cold and hot, interleaved, rotated. TFLOP/s count five
 products of the visible pairs. `cells`: D 64, 128, 256 by length and causality at 16384 tokens and 2048 / D heads;
 `gqa`: grouped heads, a window, D = 96 and (192, 128); `deterministic`: deterministic=True beside the default.
 
@@ -43,10 +43,10 @@ def ratio(line: dict[str, Any]) -> float | None:
     return round(rates[OURS] / max(others), 3) if OURS in rates and others else None
 
 
-def lines(section: str, names: list[str], run: int) -> Iterator[dict[str, Any]]:
+def lines(section: str, names: list[str], run: int, rounds: int) -> Iterator[dict[str, Any]]:
     """One line a cell."""
     for cell in CELLS[section]:
-        line = measure(cell, "backward", names, 60)
+        line = measure(cell, "backward", names, 60, rounds)
         yield line | {"section": section, "run": run, "ratio": ratio(line)}
         gc.collect()
         torch.cuda.empty_cache()
@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", default=["cells"])
     parser.add_argument("--contenders", default="hopper,sdpa_cudnn,sdpa_flash,fa4")
     parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -71,12 +72,12 @@ def main() -> None:
             with options.output.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
-    write({"machine": describe(), "cudnn": torch.backends.cudnn.version(), "command": " ".join(sys.argv[1:]),
+    write({"machine": describe(), "cudnn": torch.backends.cudnn.version(), "command": " ".join(sys.argv[1:]), "rounds": options.rounds,
            "when": time.strftime("%Y-%m-%d %H:%M")})  # fmt: skip
     for run in range(options.runs):
         for section in options.sections:
             names = [OURS, f"{OURS}+exact"] if section == "deterministic" else options.contenders.split(",")
-            for line in lines(section, names, run):
+            for line in lines(section, names, run, options.rounds):
                 write(line)
                 rates = {n: f.get("cold_tflops", "-") for n, f in line["contenders"].items()}
                 print(f"{line['cell']:26s} {line['ratio']}  {rates}", flush=True)
