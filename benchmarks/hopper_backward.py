@@ -1,7 +1,8 @@
 """The Hopper backward beside the best it meets: the whole backward through the public call, and who won each cell.
 
     python benchmarks/hopper_backward.py [cells gqa deterministic] [--runs 2] [--rounds 12]
-        [--seconds 200] [--contenders hopper,sdpa_cudnn,sdpa_flash,fa4] [--output benchmarks/results/hopper_backward.jsonl]
+        [--seconds 200] [--contenders hopper,sdpa_cudnn,sdpa_flash,fa4]
+        [--output benchmarks/results/hopper_backward.jsonl]
 
 The protocol is `benchmarks/gpu.py`'s: CUDA graphs, cold and hot, interleaved, rotated. TFLOP/s count five
 products of the visible pairs. `cells`: D 64, 128, 256 by length and causality at 16384 tokens and 2048 / D heads;
@@ -72,8 +73,8 @@ def main() -> None:
             with options.output.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
-    write({"machine": describe(), "cudnn": torch.backends.cudnn.version(), "command": " ".join(sys.argv[1:]), "rounds": options.rounds,
-           "when": time.strftime("%Y-%m-%d %H:%M")})  # fmt: skip
+    write({"machine": describe(), "cudnn": torch.backends.cudnn.version(), "command": " ".join(sys.argv[1:]),
+           "rounds": options.rounds, "when": time.strftime("%Y-%m-%d %H:%M")})  # fmt: skip
     for run in range(options.runs):
         for section in options.sections:
             names = [OURS, f"{OURS}+exact"] if section == "deterministic" else options.contenders.split(",")
