@@ -22,8 +22,8 @@ from tilewise.backends.triton.words import LOG2E
 
 
 @triton.jit
-def prepare_program(
-    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, lse_ptr, dlse_ptr, sink_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr,
+def prepare_tile(
+    number, q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, lse_ptr, dlse_ptr, sink_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr,
     seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, o_b, o_h, o_n, o_d,
     l_b, l_h, l_n, dl_b, dl_h, dl_n, batch, heads, group, seqlen_q, seqlen_k, row_tiles,
@@ -33,9 +33,9 @@ def prepare_program(
     LAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: see the header. Strides of q, k, v, do and out are in units of STEP elements."""
-    tile = tl.program_id(0) % row_tiles
-    unit = tl.program_id(0) // row_tiles
+    """Tile `number` of the grid: see the header. Strides of q, k, v, do and out are in units of STEP elements."""
+    tile = number % row_tiles
+    unit = number // row_tiles
     if VARLEN:
         b, tile = find_sequence(cu_q_ptr, tile, batch, seqlen_q, BLOCK_M)
         h = unit
@@ -137,3 +137,26 @@ def prepare_program(
     tl.store(m_ptr + line, tl.where(alive, m, INF), mask=own)
     tl.store(low_ptr + line, low, mask=own)
     tl.store(delta_ptr + line, tl.where(alive, delta - dlse, 0.0), mask=own)
+
+
+@triton.jit
+def prepare_program(
+    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, lse_ptr, dlse_ptr, sink_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr,
+    seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, o_b, o_h, o_n, o_d,
+    l_b, l_h, l_n, dl_b, dl_h, dl_n, batch, heads, group, seqlen_q, seqlen_k, row_tiles,
+    q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, few, scale, drop_factor, limit,
+    data, derive, keep, classify,
+    EXACT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
+    LAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile."""
+    prepare_tile(
+        tl.program_id(0), q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, lse_ptr, dlse_ptr, sink_ptr, m_ptr, low_ptr,
+        delta_ptr, marks_ptr, seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, q_b,
+        q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, o_b, o_h, o_n, o_d, l_b, l_h,
+        l_n, dl_b, dl_h, dl_n, batch, heads, group, seqlen_q, seqlen_k, row_tiles, q_offset, k_offset, h_offset,
+        b_offset, size_d, size_dv, threshold, few, scale, drop_factor, limit, data, derive, keep, classify, EXACT,
+        HAS_MASK, HAS_TERMS, DROPOUT, VARLEN, LAST, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
+        PRECISION)  # fmt: skip
