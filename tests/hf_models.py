@@ -32,6 +32,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", DECODER),
     "mistral": ("MistralForCausalLM", "MistralConfig", {**DECODER, "sliding_window": W}),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**DECODER, "head_dim": 8}),
+    "qwen2": (
+        "Qwen2ForCausalLM", "Qwen2Config",
+        {**DECODER, "use_sliding_window": True, "sliding_window": W,
+         "layer_types": ["full_attention", "sliding_attention"]},
+    ),
     "gemma2": (
         "Gemma2ForCausalLM", "Gemma2Config",
         {**DECODER, "head_dim": 8, "sliding_window": W, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
@@ -68,7 +73,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
          "image_size": 16, "patch_size": 4, "num_labels": 5, "hidden_dropout_prob": 0.0},
     ),
 }  # fmt: skip
-CAUSAL = ("llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss", "llama4")
+CAUSAL = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt_oss", "llama4")
 
 
 def build(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:

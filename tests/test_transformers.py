@@ -166,57 +166,6 @@ def test_gradient_checkpointing():
         assert all(torch.equal(plain[key], again[key]) for key in plain)
 
 
-COMPILED = ("llama", "qwen3", "gemma2", "gemma3", "bert", "modernbert")
-
-
-def count_graphs(model, lengths, **inputs_of):
-    """(graphs compiled, largest difference to eager code) over calls of several lengths."""
-    from torch._dynamo.testing import CompileCounter
-
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    worst = 0.0
-    for length in lengths:
-        given, weight = inputs(length=length, **inputs_of)
-        ours = compiled(**given, use_cache=False).logits
-        difference = (ours - model(**given, use_cache=False).logits) * weight
-        worst = max(worst, float(difference.detach().abs().max()))
-    return counter.frame_count, worst
-
-
-@pytest.mark.parametrize(
-    "name", ["mistral", *(pytest.param(name, marks=pytest.mark.slow) for name in COMPILED)]
-)
-def test_a_compiled_model_has_no_graph_break_and_at_most_two_recompiles(name):
-    """With padding and, for mistral, a window: forward only, ten lengths."""
-    kinds = {"gemma3": "sliding_attention", "gpt_oss": "sliding_attention", "llama4": "chunked_attention"}
-    model = build(name, num_hidden_layers=1, **({"layer_types": [kinds[name]]} if name in kinds else {}))
-    model.set_attn_implementation("tilewise")
-    graphs, worst = count_graphs(model, (13, 14, 17, 20, 9, 31, 32, 33, 8, 40), name=name, padding="right")
-    assert graphs <= 3 and worst < 1e-11
-
-
-def test_compiled_decoding_with_a_static_cache():
-    """One graph serves every step: offsets are tensors."""
-    from torch._dynamo.testing import CompileCounter
-    from transformers import StaticCache
-
-    torch._dynamo.reset()
-    model = build("llama", num_hidden_layers=1)
-    model.set_attn_implementation("tilewise")
-    ids = torch.randint(3, VOCAB, (2, 12))
-    whole = model(input_ids=ids, use_cache=False).logits
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    counter = CompileCounter()
-    step = torch.compile(model, backend=counter, fullgraph=True)
-    with torch.no_grad():
-        parts = [model(input_ids=ids[:, :6], past_key_values=cache).logits]
-        parts += [step(input_ids=ids[:, n : n + 1], past_key_values=cache).logits for n in range(6, 12)]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-11)
-    assert counter.frame_count <= 2
-
-
 def test_refusals_give_the_reason():
     call = compat.attention_function("blockwise")
     module = torch.nn.Module()
