@@ -36,13 +36,14 @@ def scales_of(ptr, page, page_stride, g, head_stride, MODE: tl.constexpr):
 
 @triton.jit
 def absorb_keys(
-    acc, m, l, q, first, last, tensors, pool, scaling, rows, data, score, keep, classify,  # noqa: E741
+    acc, m, l, q, first, last, inner, outer, tensors, pool, scaling, rows, data, score, keep, classify,  # noqa: E741
     FOLDED: tl.constexpr, CAREFUL: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr,
     PAGING: tl.constexpr, SCALES: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, EVICT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state after the key tiles first .. last - 1. FOLDED: the mask is, too (PARTIAL tiles)."""
+    """The state after the key tiles first .. last - 1. FOLDED says into which the mask is folded: "none", "all", or
+    "outer", all but inner .. outer - 1."""
     k_base, v_base, k_p, k_n, v_p, v_n, size_d, size_dv, n_k, pad = tensors
     i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g = rows
     scale, k_scale_ptr, v_scale_ptr, ks_p, ks_h, vs_p, vs_h = scaling
@@ -69,13 +70,16 @@ def absorb_keys(
         if HAS_TERMS:
             s = score(s, i, j, q_pos, k_pos, b, h, g, data)
         visible = inside[None, :]
-        if FOLDED:
+        if FOLDED == "all":
             visible = visible & keep(s, i, j, q_pos, k_pos, b, h, g, data)
             # What surely no row of the tile may see is not read: padding may hold anything.
             inside = inside & (
                 classify(i0, i1, columns, columns, q_offset, k_offset, b, h0, h1, g, data) != 0
             )
         s = tl.where(visible, s, -float("inf"))
+        if FOLDED == "outer":
+            if (t < inner) | (t >= outer):
+                s = tl.where(keep(s, i, j, q_pos, k_pos, b, h, g, data), s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         # A row that has seen no key has m = -inf: subtract 0 instead, exp2(-inf) is the 0 it should be.
         pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
@@ -100,7 +104,7 @@ def absorb_keys(
 
 @triton.jit
 def absorb_by_warps(
-    acc, m, l, q, first, last, tensors, pool, scaling, rows, data, score, keep, classify,  # noqa: E741
+    acc, m, l, q, first, last, inner, outer, tensors, pool, scaling, rows, data, score, keep, classify,  # noqa: E741
     FOLDED: tl.constexpr, CAREFUL: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr,
     PAGING: tl.constexpr, SCALES: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, EVICT: tl.constexpr,
@@ -139,13 +143,16 @@ def absorb_by_warps(
         if HAS_TERMS:
             s = score(s, i, j, q_pos, k_pos, b, h, g, data)
         visible = inside[:, None, :]
-        if FOLDED:
+        if FOLDED == "all":
             visible = visible & keep(s, i, j, q_pos, k_pos, b, h, g, data)
             # What surely no row of the tile may see is not read: padding may hold anything.
             inside = inside & (
                 classify(i0, i1, columns, columns, q_offset, k_offset, b, h0, h1, g, data) != 0
             )
         s = tl.where(visible, s, -float("inf"))
+        if FOLDED == "outer":
+            if (t < inner) | (t >= outer):
+                s = tl.where(keep(s, i, j, q_pos, k_pos, b, h, g, data), s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, 2))
         # A row that has seen no key has m = -inf: subtract 0 instead, exp2(-inf) is the 0 it should be.
         pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
@@ -189,7 +196,7 @@ def nothing_seen(BLOCK_M: tl.constexpr, DV_PAD: tl.constexpr, WARPS: tl.constexp
 
 @triton.jit
 def absorb(
-    acc, m, l, q, first, last, tensors, pool, scaling, rows, data, score, keep, classify,  # noqa: E741
+    acc, m, l, q, first, last, inner, outer, tensors, pool, scaling, rows, data, score, keep, classify,  # noqa: E741
     FOLDED: tl.constexpr, CAREFUL: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr,
     PAGING: tl.constexpr, SCALES: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, EVICT: tl.constexpr,
@@ -198,13 +205,13 @@ def absorb(
     """The state after the key tiles first .. last - 1, of all warps or of each."""
     if WARPS > 1:
         acc, m, l = absorb_by_warps(  # noqa: E741
-            acc, m, l, q, first, last, tensors, pool, scaling, rows, data, score, keep, classify, FOLDED, CAREFUL,
-            HAS_TERMS, FUSED, PAGING, SCALES, BLOCK_N, WARPS, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, EVICT,
+            acc, m, l, q, first, last, inner, outer, tensors, pool, scaling, rows, data, score, keep, classify,
+            FOLDED, CAREFUL, HAS_TERMS, FUSED, PAGING, SCALES, BLOCK_N, WARPS, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, EVICT,
             PRECISION)  # fmt: skip
     else:
         acc, m, l = absorb_keys(  # noqa: E741
-            acc, m, l, q, first, last, tensors, pool, scaling, rows, data, score, keep, classify, FOLDED, CAREFUL,
-            HAS_TERMS, FUSED, PAGING, SCALES, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, EVICT,
+            acc, m, l, q, first, last, inner, outer, tensors, pool, scaling, rows, data, score, keep, classify,
+            FOLDED, CAREFUL, HAS_TERMS, FUSED, PAGING, SCALES, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, EVICT,
             PRECISION)  # fmt: skip
     return acc, m, l
 

@@ -25,7 +25,8 @@ class Build(NamedTuple):
     """Everything a binary depends on beside the kernel's source.
 
     types: one per argument, in order: "*bf16", "i32", "constexpr" for an absent tensor, a descriptor's type.
-    aligned: numbers of the pointer arguments that are multiples of 16 bytes. constants: values by name.
+    aligned: numbers of the pointer arguments that are multiples of 16 bytes. constants: values by name. early: the
+    launch begins while the one before it ends; the kernel waits for that one itself (programmatic dependent launch).
     """
 
     types: tuple[str, ...]
@@ -34,6 +35,7 @@ class Build(NamedTuple):
     warps: int
     stages: int
     registers: int = 0
+    early: bool = False
 
 
 def types_of(names: Sequence[str], values: Sequence[object], kinds: Mapping[str, str]) -> tuple[str, ...]:
@@ -67,6 +69,8 @@ def compile_kernel(kernel: Any, build: Build, target: Any = None) -> Any:
     options = {"num_warps": build.warps, "num_stages": build.stages, "enable_fp_fusion": False}
     if build.registers:
         options["maxnreg"] = build.registers
+    if build.early:
+        options["launch_pdl"] = True
     source = ASTSource(kernel, signature, values, attributes)
     return triton.compile(source, target=target, options=options)
 

@@ -13,6 +13,7 @@ Source: Dao et al., Flash-Decoding, 2023; the merge is the monoid of `tilewise.s
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilewise.backends.triton.absorb_kernel import absorb, join_warps, nothing_seen
 from tilewise.backends.triton.forward_kernel import (
@@ -27,8 +28,19 @@ from tilewise.backends.triton.forward_kernel import (
 from tilewise.backends.triton.pages import table_row
 from tilewise.backends.triton.words import LN2, LOG2E
 
+FEW_ROWS = tl.constexpr(32)
+"""Rows of a tile up to which a tile that the mask does not touch may ask whether it does."""
 LINES = tl.constexpr(32)
 """Splits whose maxima are read at once."""
+
+
+@triton.jit
+def await_grid(PDL: tl.constexpr):
+    """PDL: this launch begins while the one before it ends; nothing is read before that one is done, and the next
+    launch may begin."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -125,6 +137,7 @@ def decode_part(
         q = tl.broadcast_to(q[None, :, :], (WARPS, BLOCK_M, D_PAD))
 
     # ---- its key tiles ----
+    MASKED: tl.constexpr = "all" if HAS_MASK else "none"
     REDO_N: tl.constexpr = BLOCK_N if WARPS > 1 else CARE_N
     acc, m, l = nothing_seen(BLOCK_M, DV_PAD, WARPS)  # noqa: E741
     tensors = (k_base, v_base, k_p, k_n, v_p, v_n, size_d, size_dv, n_k, pad)
@@ -133,7 +146,7 @@ def decode_part(
     if CARE == "again":
         first, last = begin * BLOCK_N // REDO_N, tl.cdiv(tl.minimum(end * BLOCK_N, n_k), REDO_N)
         acc, m, l = absorb(  # noqa: E741
-            acc, m, l, q, first, last, tensors, pool, scaling, rows, data, score, keep, classify, HAS_MASK, True,
+            acc, m, l, q, first, last, 0, 0, tensors, pool, scaling, rows, data, score, keep, classify, MASKED, True,
             HAS_TERMS, FUSED, PAGING, SCALES, REDO_N, WARPS, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, "",
             PRECISION)  # fmt: skip
     elif HAS_MASK:
@@ -154,20 +167,30 @@ def decode_part(
             kind = tl.where(t < stop, kind, 0)
             while at < stop:
                 first = tl.min(tl.where((t >= at) & (kind != 0), t, stop), 0)
-                middle = tl.min(tl.where((t >= first) & (kind != 2), t, stop), 0)
-                at = tl.min(tl.where((t >= middle) & (kind != 1), t, stop), 0)
-                acc, m, l = absorb(  # noqa: E741
-                    acc, m, l, q, first, middle, tensors, pool, scaling, rows, data, score, keep, classify, False,
-                    False, HAS_TERMS, FUSED, PAGING, SCALES, BLOCK_N, WARPS, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, EVICT,
-                    PRECISION)  # fmt: skip
-                acc, m, l = absorb(  # noqa: E741
-                    acc, m, l, q, middle, at, tensors, pool, scaling, rows, data, score, keep, classify, True,
-                    False, HAS_TERMS, FUSED, PAGING, SCALES, BLOCK_N, WARPS, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, EVICT,
-                    PRECISION)  # fmt: skip
+                if BLOCK_M <= FEW_ROWS:
+                    # One loop over PARTIAL, FULL and PARTIAL tiles, since each loop waits for its first tile.
+                    inner = tl.min(tl.where((t >= first) & (kind != 1), t, stop), 0)
+                    outer = tl.min(tl.where((t >= inner) & (kind != 2), t, stop), 0)
+                    at = tl.min(tl.where((t >= outer) & (kind != 1), t, stop), 0)
+                    acc, m, l = absorb(  # noqa: E741
+                        acc, m, l, q, first, at, inner, outer, tensors, pool, scaling, rows, data, score, keep,
+                        classify, "outer", False, HAS_TERMS, FUSED, PAGING, SCALES, BLOCK_N, WARPS, D_PAD, DV_PAD,
+                        EVEN, EVEN_V, STEP, EVICT, PRECISION)  # fmt: skip
+                else:
+                    middle = tl.min(tl.where((t >= first) & (kind != 2), t, stop), 0)
+                    at = tl.min(tl.where((t >= middle) & (kind != 1), t, stop), 0)
+                    acc, m, l = absorb(  # noqa: E741
+                        acc, m, l, q, first, middle, 0, 0, tensors, pool, scaling, rows, data, score, keep,
+                        classify, "none", False, HAS_TERMS, FUSED, PAGING, SCALES, BLOCK_N, WARPS, D_PAD, DV_PAD,
+                        EVEN, EVEN_V, STEP, EVICT, PRECISION)  # fmt: skip
+                    acc, m, l = absorb(  # noqa: E741
+                        acc, m, l, q, middle, at, 0, 0, tensors, pool, scaling, rows, data, score, keep,
+                        classify, "all", False, HAS_TERMS, FUSED, PAGING, SCALES, BLOCK_N, WARPS, D_PAD, DV_PAD,
+                        EVEN, EVEN_V, STEP, EVICT, PRECISION)  # fmt: skip
             chunk = stop
     else:
         acc, m, l = absorb(  # noqa: E741
-            acc, m, l, q, begin, end, tensors, pool, scaling, rows, data, score, keep, classify, False, False,
+            acc, m, l, q, begin, end, 0, 0, tensors, pool, scaling, rows, data, score, keep, classify, "none", False,
             HAS_TERMS, FUSED, PAGING, SCALES, BLOCK_N, WARPS, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, EVICT,
             PRECISION)  # fmt: skip
     # A weight of 0 times a hidden NaN is NaN. It is rare, and then the tile of rows is done again with care.
@@ -178,8 +201,8 @@ def decode_part(
             first, last = begin * BLOCK_N // REDO_N, tl.cdiv(tl.minimum(end * BLOCK_N, n_k), REDO_N)
             acc, m, l = nothing_seen(BLOCK_M, DV_PAD, WARPS)  # noqa: E741
             acc, m, l = absorb(  # noqa: E741
-                acc, m, l, q, first, last, tensors, pool, scaling, rows, data, score, keep, classify, HAS_MASK, True,
-                HAS_TERMS, FUSED, PAGING, SCALES, REDO_N, WARPS, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, "",
+                acc, m, l, q, first, last, 0, 0, tensors, pool, scaling, rows, data, score, keep, classify,
+                MASKED, True, HAS_TERMS, FUSED, PAGING, SCALES, REDO_N, WARPS, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, "",
                 PRECISION)  # fmt: skip
 
     # ---- finish: m in units of which weights are powers of two ----
@@ -208,7 +231,7 @@ def decode_part(
                 tl.store(count_ptr + unit, 0)
                 lines = tl.arange(0, ROWS)
                 whole, whole_m, whole_l = merge_parts(
-                    part_ptr, part_lse_ptr, unit, units, live, lines, ROWS, ROWS, DV_PAD, MERGED
+                    part_ptr, part_lse_ptr, unit, units, 0, live, lines, ROWS, ROWS, DV_PAD, MERGED
                 )
                 lines = tile * BLOCK_M + lines
                 write_rows(
@@ -218,37 +241,55 @@ def decode_part(
 
 
 @triton.jit
-def merge_parts(part_ptr, part_lse_ptr, unit, units, live, r, ROWS: tl.constexpr, COUNT: tl.constexpr,
+def merge_parts(part_ptr, part_lse_ptr, first, step, extra, live, r, ROWS: tl.constexpr, COUNT: tl.constexpr,
                 DV_PAD: tl.constexpr, MERGED: tl.constexpr):  # fmt: skip
-    """(acc, m, l) of COUNT rows r of a unit from `live` splits,
-    added one by one; MERGED of them are loaded at once."""
+    """(acc, m, l) of COUNT rows r from `live` results, in their order, MERGED of them loaded and added at once.
+
+    Result n stands in block first + n * step (the oldest one: + extra) of ROWS lines.
+    """
+    n = tl.arange(0, MERGED)
+    # The first loads of everything are under way together.
+    parts, parts_m, parts_l = load_parts(part_ptr, part_lse_ptr, first, step, extra, live, n, r, ROWS, DV_PAD)
     top = tl.full([COUNT], -float("inf"), tl.float32)
     for start in range(0, live, LINES):
-        split = start + tl.arange(0, LINES)
-        line = (split.to(tl.int64) * units + unit)[:, None] * ROWS + r[None, :]
+        found = start + tl.arange(0, LINES)
+        line = line_of(found, first, step, extra, ROWS)[:, None] + r[None, :]
         part_m = tl.load(
-            part_lse_ptr + 2 * line, mask=(split < live)[:, None] & (r >= 0)[None, :], other=-float("inf"),
+            part_lse_ptr + 2 * line, mask=(found < live)[:, None] & (r >= 0)[None, :], other=-float("inf"),
             cache_modifier=".cg",
         )  # fmt: skip
         top = tl.maximum(top, tl.max(part_m, 0))
     pivot = tl.where(top == -float("inf"), 0.0, top)
     l = tl.zeros([COUNT], tl.float32)  # noqa: E741
     acc = tl.zeros([COUNT, DV_PAD], tl.float32)
-    d = tl.arange(0, DV_PAD)
     for start in range(0, live, MERGED):
-        for ahead in tl.static_range(MERGED):
-            split = start + ahead
-            line = (tl.cast(split, tl.int64) * units + unit) * ROWS + r
-            there = (r >= 0) & (split < live)
-            part_m = tl.load(part_lse_ptr + 2 * line, mask=there, other=-float("inf"), cache_modifier=".cg")
-            part_l = tl.load(part_lse_ptr + 2 * line + 1, mask=there, other=0.0, cache_modifier=".cg")
-            part = tl.load(
-                part_ptr + line[:, None] * DV_PAD + d[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg"
-            )  # fmt: skip
-            weight = tl.exp2(part_m - pivot)
-            l += part_l * weight  # noqa: E741
-            acc += part * weight[:, None]
+        weight = tl.exp2(parts_m - pivot[None, :])
+        l += tl.sum(parts_l * weight, 0)  # noqa: E741
+        acc += tl.sum(parts * weight[:, :, None], 0)
+        parts, parts_m, parts_l = load_parts(
+            part_ptr, part_lse_ptr, first, step, extra, live, start + MERGED + n, r, ROWS, DV_PAD
+        )
     return acc, top, l
+
+
+@triton.jit
+def line_of(n, first, step, extra, ROWS: tl.constexpr):
+    """Where the lines of result n begin."""
+    return (first + n.to(tl.int64) * step + tl.where(n == 0, extra, 0)) * ROWS
+
+
+@triton.jit
+def load_parts(
+    part_ptr, part_lse_ptr, first, step, extra, live, n, r, ROWS: tl.constexpr, DV_PAD: tl.constexpr
+):
+    """(outputs, m, l) of results n, (N, rows, DV) and (N, rows); from `live` on nothing is read."""
+    line = line_of(n, first, step, extra, ROWS)[:, None] + r[None, :]
+    there = (n < live)[:, None] & (r >= 0)[None, :]
+    m = tl.load(part_lse_ptr + 2 * line, mask=there, other=-float("inf"), cache_modifier=".cg")
+    l = tl.load(part_lse_ptr + 2 * line + 1, mask=there, other=0.0, cache_modifier=".cg")  # noqa: E741
+    d = tl.arange(0, DV_PAD)
+    at = part_ptr + line[:, :, None] * DV_PAD + d[None, None, :]
+    return tl.load(at, mask=there[:, :, None], other=0.0, cache_modifier=".cg"), m, l
 
 
 @triton.jit
@@ -290,10 +331,11 @@ def decode_program(
     PAGING: tl.constexpr, SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
     STEP_Q: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EVICT: tl.constexpr, MERGE: tl.constexpr,
-    MERGED: tl.constexpr, WARPS: tl.constexpr, SINGLE: tl.constexpr, CARE: tl.constexpr,
+    MERGED: tl.constexpr, WARPS: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr, CARE: tl.constexpr,
     RATIO: tl.constexpr,
 ):  # fmt: skip
     """One program of the decode launch: see the header. Strides are in units of STEP (k, v) and STEP_Q elements."""
+    await_grid(PDL)
     unit, split = tl.program_id(0), tl.program_id(1)
     here = place_of_unit(
         unit, heads, group, batch, seqlen_q, row_tiles, cu_q_ptr, used_q_ptr, VARLEN, RATIO * BLOCK_M, SINGLE
@@ -328,7 +370,7 @@ def again_program(
     PAGING: tl.constexpr, SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
     STEP_Q: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EVICT: tl.constexpr, MERGE: tl.constexpr,
-    MERGED: tl.constexpr, WARPS: tl.constexpr, SINGLE: tl.constexpr, CARE: tl.constexpr,
+    MERGED: tl.constexpr, WARPS: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr, CARE: tl.constexpr,
     RATIO: tl.constexpr,
 ):  # fmt: skip
     """One program of the launch after it: does the noted tiles among every NOTES again, in RATIO parts."""
@@ -362,9 +404,10 @@ def merge_program(
     o_b, o_h, o_n, o_d, l_b, l_h,
     batch, units, heads, group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles, size_dv,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, DV_PAD: tl.constexpr, STEP_Q: tl.constexpr,
-    UNIT: tl.constexpr, VARLEN: tl.constexpr, SINGLE: tl.constexpr, MERGED: tl.constexpr,
+    UNIT: tl.constexpr, VARLEN: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """Merges one row of a unit (MERGE "later"); where one split was all, it has written the result itself."""
+    await_grid(PDL)
     unit, r = tl.program_id(0) // ROWS, tl.program_id(0) % ROWS
     b, g, tile, row0, n_q = place_of_unit(
         unit, heads, group, batch, seqlen_q, row_tiles, cu_q_ptr, used_q_ptr, VARLEN, BLOCK_M, SINGLE
@@ -373,7 +416,7 @@ def merge_program(
     at = tile * BLOCK_M + r + tl.arange(0, 1)
     if live > 1:
         acc, m, l = merge_parts(  # noqa: E741
-            part_ptr, part_lse_ptr, unit, units, live, r + tl.arange(0, 1), ROWS, 1, DV_PAD, MERGED)  # fmt: skip
+            part_ptr, part_lse_ptr, unit, units, 0, live, r + tl.arange(0, 1), ROWS, 1, DV_PAD, MERGED)  # fmt: skip
         sequence = 0 if VARLEN else b
         results = (
             out_ptr, lse_ptr, sink_ptr, o_b, o_h, o_n, o_d, l_b, l_h, sequence, row0, n_q, seqlen_q, size_dv,

@@ -32,9 +32,9 @@ LONG_KEYS = 1024
 """Keys from which a program hides its beginning and its end."""
 INVARIANT_KEYS = 1024
 """Keys of a split under batch_invariant, counted in each sequence from its own first key."""
-MERGED_ELEMENTS = 1024
+MERGED_ELEMENTS = 4096
 """Numbers of the splits' results that a warp loads at once."""
-MOST_MERGED = 8
+MOST_MERGED = 32
 MOST_MERGED_ROWS = 64
 MOST_GROUP = 128
 """Query heads for each KV head of a packed call: a tile of rows holds at least one query row of all of them."""
@@ -42,10 +42,15 @@ CARE_M = 32
 """`launch_forward.CARE_M`: the tallest tile that is done again inside its own kernel."""
 
 
+STREAMS = False
+"""Whether calls without masks and terms take the stream kernel."""
+
+
 class DecodePlan(NamedTuple):
     """block_m x block_n tiles; splits of the keys, of split_tiles tiles each (0: evenly); rows: query rows times
     heads in a tile, as a power of two; row_tiles: tiles of a KV head; merged: splits loaded at once when they are
-    merged; each: states of a tile, one for each warp, or 1; care, merge and evict: constants of the kernel."""
+    merged; each: states of a tile, one for each warp, or 1; care, merge and evict: constants of the kernel;
+    programs: of the stream kernel, which share all keys evenly, split_tiles tiles at least (0: the decode kernel)."""
 
     block_m: int
     block_n: int
@@ -60,6 +65,17 @@ class DecodePlan(NamedTuple):
     care: str = "none"
     merge: str = "here"
     evict: str = "evict_first"
+    programs: int = 0
+
+    def grid(self, units: int) -> tuple[int, int]:
+        """Programs of the launch, of `units` row tiles of KV heads."""
+        return (self.programs, 1) if self.programs else (units, self.splits)
+
+    def parts(self, units: int) -> int:
+        """Results that are merged, at most, of `rows` lines each; 0 where every program has a whole one."""
+        if self.programs:
+            return 2 * self.programs
+        return units * self.splits if self.splits > 1 else 0
 
 
 def is_decoding(problem: Problem) -> bool:
@@ -69,6 +85,11 @@ def is_decoding(problem: Problem) -> bool:
         return False
     rows = s.seqlen_q * problem.group
     return (rows <= MOST_ROWS or s.seqlen_q == 1) and s.seqlen_k >= 1 and s.head_dim > 0 < s.head_dim_v
+
+
+def last_row_sees_all(problem: Problem) -> bool:
+    """Whether the mask hides nothing of the one row of a sequence, where that row lines up with the last key."""
+    return problem.shape.seqlen_q == 1 and set(problem.spec.names) == {"causal"}
 
 
 def reasons_against(problem: Problem) -> list[Reason]:
@@ -100,8 +121,8 @@ def _lacks_float8(problem: Problem) -> bool:
 def schedule(problem: Problem, machine: Machine) -> Schedule:
     """The plan as `explain` prints it."""
     plan = plan_of(problem, machine)
-    lines = units_of(problem, plan) * plan.rows * plan.splits
-    workspace = 4 * lines * (padded(problem.shape.head_dim_v) + 2) if plan.splits > 1 else 0
+    lines = plan.parts(units_of(problem, plan)) * plan.rows
+    workspace = 4 * lines * (padded(problem.shape.head_dim_v) + 2)
     notes = ["rows of a tile are those of a group of heads"] if problem.group > 1 else []
     if problem.options.pages:
         notes.append("gradients come from blockwise")
@@ -119,8 +140,13 @@ def units_of(problem: Problem, plan: DecodePlan) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_of(problem: Problem, machine: Machine, vectors: bool = True) -> DecodePlan:
-    """The plan of a call on a cache, or a decode call; vectors: whether rows of k and v can be read by 16 bytes."""
+def plan_of(
+    problem: Problem, machine: Machine, vectors: bool = True, masked: bool | None = None
+) -> DecodePlan:
+    """The plan of a call on a cache, or a decode call; vectors: whether rows of k and v can be read by 16 bytes;
+    masked: whether the mask may hide something (None: by its spec, without offsets)."""
+    if masked is None:
+        masked = problem.spec.keep is not None and not last_row_sees_all(problem)
     s, varlen = problem.shape, problem.options.layout == "varlen"
     group = max(problem.group, 1)
     block_m = _block_m(problem, machine, vectors)
@@ -129,14 +155,38 @@ def plan_of(problem: Problem, machine: Machine, vectors: bool = True) -> DecodeP
     rows = block_m if row_tiles > 1 or varlen else 1 << max(every - 1, 0).bit_length()
     batch = 1 if varlen else s.batch
     units = max(batch * s.num_heads_kv * row_tiles, 1)
-    block_n, warps, stages, each, resident = _tiles(problem, block_m, units, machine)
+    block_n, warps, stages, each, resident = _tiles(problem, masked, block_m, units, machine)
     splits, split_tiles = splits_of(problem, block_n, units, resident * machine.sms)
-    hides = problem.spec.keep is not None or problem.spec.score is not None
+    hides = masked or problem.spec.score is not None
     care = "none" if not hides else "inline" if block_m <= CARE_M else "flag"
     merge = "later" if care == "flag" or rows > MOST_MERGED_ROWS else "here"
-    merged = max(1, min(MOST_MERGED, MERGED_ELEMENTS * warps // (rows * padded(s.head_dim_v))))
-    return DecodePlan(
+    # The sum of several results depends on how many are added at once: invariant calls add as many for any rows.
+    tallest = MOST_MERGED_ROWS if problem.options.batch_invariant else rows
+    merged = max(1, min(MOST_MERGED, MERGED_ELEMENTS * warps // (tallest * padded(s.head_dim_v))))
+    plan = DecodePlan(
         block_m, block_n, warps, stages, splits, split_tiles, rows, row_tiles, merged, each, care, merge
+    )
+    return _streamed(plan, problem, units, machine) if not hides and _streams(problem, plan) else plan
+
+
+def _streams(problem: Problem, plan: DecodePlan) -> bool:
+    """Whether all keys are shared evenly by programs that go through them without a pause: calls of one tile of rows
+    without masks and terms."""
+    options = problem.options
+    plain = options.layout == "dense" and not options.batch_invariant
+    return STREAMS and plain and plan.row_tiles == 1 and plan.block_m <= CARE_M
+
+
+def _streamed(plan: DecodePlan, problem: Problem, units: int, machine: Machine) -> DecodePlan:
+    """The plan for the stream kernel."""
+    resident = 2
+    stages = 3 if plan.stages > 3 and problem.kv_dtype.itemsize > 1 else plan.stages
+    programs, least = resident * machine.sms, max(FEWEST_KEYS // plan.block_n, 1)
+    most = units * -(-problem.shape.seqlen_k // plan.block_n)
+    programs = max(1, min(programs, -(-most // least)))
+    splits = -(-programs // units)
+    return plan._replace(
+        stages=stages, splits=splits, split_tiles=least, each=1, merge="here", programs=programs
     )
 
 
@@ -158,7 +208,9 @@ def _block_m(problem: Problem, machine: Machine, vectors: bool) -> int:
     return max(found, least) if problem.options.layout == "varlen" else found
 
 
-def _tiles(problem: Problem, block_m: int, units: int, machine: Machine) -> tuple[int, int, int, int, int]:
+def _tiles(
+    problem: Problem, masked: bool, block_m: int, units: int, machine: Machine
+) -> tuple[int, int, int, int, int]:
     """(keys of a tile, warps, stages, states, programs that a multiprocessor is to hold).
 
     Source: sweeps on an H200 over seven shapes of caches, the best of each in benchmarks/results/serving.jsonl.
@@ -171,7 +223,7 @@ def _tiles(problem: Problem, block_m: int, units: int, machine: Machine) -> tupl
         block_n, warps, stages = 32, 8 if block_m > 64 else 4, 3
     elif block_m > CARE_M:
         block_n, warps, stages = 64, 8 if block_m > 64 else 4, 3
-    elif _alone(problem, block_m, units, machine):
+    elif _alone(problem, masked, block_m, units, machine):
         # One program reads all that its multiprocessor can: its warps must not wait for each other.
         block_n, warps, stages, each, resident = 64, 4, 4, 4, 1
     elif problem.kv_dtype.itemsize == 1:
@@ -191,11 +243,11 @@ def _tiles(problem: Problem, block_m: int, units: int, machine: Machine) -> tupl
     return block_n, warps, stages, each if block_n >= 16 * warps else 1, resident
 
 
-def _alone(problem: Problem, block_m: int, units: int, machine: Machine) -> bool:
+def _alone(problem: Problem, masked: bool, block_m: int, units: int, machine: Machine) -> bool:
     """Whether one program for each multiprocessor is best: 16 rows without masks, long runs of neighbouring keys."""
     if block_m > 16 or problem.options.batch_invariant or problem.kv_dtype != problem.dtype:
         return False
-    if problem.spec.keep is not None or problem.spec.score is not None or units > machine.sms:
+    if masked or problem.spec.score is not None or units > machine.sms:
         return False
     scattered = problem.page_size % 64 != 0 and problem.shape.seqlen_k != problem.page_size
     return not scattered and problem.shape.seqlen_k // (machine.sms // units) >= LONG_KEYS

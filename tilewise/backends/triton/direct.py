@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
+_EARLY = 6
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
 _C_TYPES = {"i32": ctypes.c_int32, "u32": ctypes.c_uint32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 _ENTRY = re.compile(r"\.entry\s+\w+\s*\((.*?)\)", re.DOTALL)
 _PARAMETER = re.compile(r"\.param\s+\.(?:align\s+\d+\s+\.)?[a-z](\d+)")
@@ -33,6 +35,15 @@ class _Config(ctypes.Structure):
         ("threads_y", ctypes.c_uint), ("threads_z", ctypes.c_uint), ("shared", ctypes.c_uint),
         ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint),
     )  # fmt: skip
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: a number, padded to 8 bytes, and 64 bytes of its value."""
+
+    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16))
+
+
+_EARLY_ONE = _Attribute(_EARLY, 0, (ctypes.c_uint * 16)(1))
 
 
 class _Block(NamedTuple):
@@ -100,7 +111,8 @@ class Direct:
         self.free: list[_Block] = []
         compiled = launcher.compiled
         self.device, self.function = launcher.device, ctypes.c_void_p(compiled.function)
-        self.shape = (32 * compiled.metadata.num_warps, compiled.metadata.shared)
+        metadata = compiled.metadata
+        self.shape = (32 * metadata.num_warps, metadata.shared, bool(getattr(metadata, "launch_pdl", False)))
         self.launch = _driver()
         first = self if after is None else after
         self.launches = [] if after is None else after.launches
@@ -135,8 +147,10 @@ def _address(of: Any) -> Any:
     return ctypes.c_void_p(ctypes.addressof(of))
 
 
-def _config(threads: int, shared: int) -> _Config:
-    return _Config(1, 1, 1, threads, 1, 1, shared, None, None, 0)
+def _config(threads: int, shared: int, early: bool) -> _Config:
+    """early: the launch may begin while the one before it ends."""
+    attributes = ctypes.addressof(_EARLY_ONE) if early else None
+    return _Config(1, 1, 1, threads, 1, 1, shared, None, attributes, int(early))
 
 
 def _parameters(compiled: Any) -> list[int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tilewise.backends.triton import decode_plan
-from tilewise.backends.triton.compile import Build, types_of
+from tilewise.backends.triton.compile import Build, interpreting, types_of
 from tilewise.backends.triton.counters import counters
 from tilewise.backends.triton.launch import (
     four_strides,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tilewise.backends.triton.decode_plan import DecodePlan
+    from tilewise.backends.triton.machine import Machine
     from tilewise.problem import Inputs, Problem
 
 DECODE = Entry(
@@ -48,9 +49,12 @@ DECODE = Entry(
     (
         "HAS_MASK", "HAS_TERMS", "FUSED", "LAST", "VARLEN", "PAGING", "SCALES", "BLOCK_M", "BLOCK_N", "ROWS",
         "D_PAD", "DV_PAD", "EVEN", "EVEN_V", "STEP", "STEP_Q", "UNIT", "PRECISION", "EVICT", "MERGE", "MERGED",
-        "WARPS", "SINGLE", "CARE", "RATIO",
+        "WARPS", "SINGLE", "PDL", "CARE", "RATIO",
     ),
 )  # fmt: skip
+STREAM = DECODE._replace(
+    name="stream", module="tilewise.backends.triton.stream_kernel", program="stream_program"
+)
 AGAIN = DECODE._replace(name="again", program="again_program")
 AT = {argument.partition(":")[0]: n for n, argument in enumerate(DECODE.arguments)}
 MERGE = (
@@ -58,6 +62,8 @@ MERGE = (
     "leftpad_ptr", "o_b", "o_h", "o_n", "o_d", "l_b", "l_h", "batch", "units", "heads", "group", "seqlen_q", "seqlen_k",
     "row_tiles", "splits", "split_tiles", "size_dv",
 )  # fmt: skip
+EARLY = False
+"""Whether launches begin while the one before them ends."""
 MERGED_LATER = 8
 """Splits that a program of the merge launch loads at once."""
 MOST_RECIPES = 4096
@@ -117,7 +123,8 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
         out.zero_()
         lse.fill_(-math.inf)
     values = _own_values(recipe, inputs, out, lse)
-    recipe.run(recipe.units, values, recipe.plan.splits)
+    grid, grid_y = recipe.plan.grid(recipe.units)
+    recipe.run(grid, values, grid_y)
     if recipe.again is not None:
         recipe.again(-(-recipe.units * recipe.plan.splits // NOTES), values)
     if recipe.merge is not None:
@@ -131,7 +138,7 @@ def _kind_of(problem: Problem, inputs: Inputs) -> tuple[object, ...]:
     key: tuple[object, ...] = (
         id(problem.spec), id(problem.options), problem.shape, q.dtype, q.shape, q.stride(), k.dtype, k.shape,
         k.stride(), v.shape, v.stride(), q.get_device(),
-        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0, inputs.scale > 0,
+        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0, inputs.scale > 0, _no_offset(inputs.k_offset),
     )  # fmt: skip
     if q.dtype == torch.float32:
         key += (torch.backends.cuda.matmul.allow_tf32,)
@@ -154,7 +161,9 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     out = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
     step_q = _step((inputs.q, out), (problem.shape.head_dim, problem.shape.head_dim_v))
     step = _step((inputs.k, inputs.v), (problem.shape.head_dim, problem.shape.head_dim_v))
-    plan = decode_plan.plan_of(problem, machine_of(device), step > 1)
+    machine = machine_of(device)
+    masked = problem.spec.keep is not None and not _sees_all(problem, inputs)
+    plan = decode_plan.plan_of(problem, machine, step > 1, masked)
     values = _shared_values(problem, inputs, slots, plan, (step, step_q), out)
     count = inputs.q.new_empty(0, dtype=torch.int32)
     floats = inputs.q.new_empty(0, dtype=torch.float32)
@@ -164,26 +173,46 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     values[AT["count_ptr"]] = count
     if plan.care == "flag":
         values[AT["flag_ptr"]] = count
-    constants = _constants(problem, inputs, plan, (step, step_q), out)
+    constants = (("HAS_MASK", masked), *_constants(problem, inputs, plan, (step, step_q), out))
     names = [a.partition(":")[0] for a in DECODE.arguments] + list(slots.names)
     types = types_of(names, values, argument_types(DECODE, slots))
     aligned = _aligned(slots, step, step_q)
-    build = Build(types, aligned, (*constants, ("CARE", plan.care), ("RATIO", 1)), plan.warps, plan.stages)
-    run = kernel_launcher(problem, slots, DECODE, build, device, (DECODE, AGAIN))
+    early = waits_for_grids(machine)
+    own = (*constants, ("PDL", early), ("CARE", plan.care), ("RATIO", 1))
+    build = Build(types, aligned, own, plan.warps, plan.stages, early=early)
+    if plan.programs:
+        run = kernel_launcher(problem, slots, STREAM, build, device, (STREAM,))
+    else:
+        run = kernel_launcher(problem, slots, DECODE, build, device, (DECODE, AGAIN))
     again = merge = None
     if plan.care == "flag":
         low = tuple((name, CARE_M if name == "BLOCK_M" else value) for name, value in constants)
         ratio = plan.block_m // CARE_M
-        build = Build(types, aligned, (*low, ("CARE", "again"), ("RATIO", ratio)), 4, 1)
+        build = Build(types, aligned, (*low, ("PDL", False), ("CARE", "again"), ("RATIO", ratio)), 4, 1)
         again = kernel_launcher(problem, slots, AGAIN, build, device, (DECODE, AGAIN))
     if plan.merge == "later" and plan.splits > 1:
-        merge = _merge_launcher(values, dict(constants), device)
+        merged = plan.merged if problem.options.batch_invariant else MERGED_LATER
+        merge = _merge_launcher(values, dict(own), merged, device)
     # The recipe keeps no tensor alive: a call puts its own in.
     kept = [None if isinstance(x, torch.Tensor) else x for x in values]
     units = decode_plan.units_of(problem, plan)
     return Recipe(
         run, again, merge, kept, types, plan, units, max(step, step_q) > 1, out.stride(), slots, problem
     )
+
+
+def _sees_all(problem: Problem, inputs: Inputs) -> bool:
+    """Whether the mask hides nothing of a row that lines up with the last key."""
+    return decode_plan.last_row_sees_all(problem) and inputs.q_offset is None and _no_offset(inputs.k_offset)
+
+
+def _no_offset(offset: object) -> bool:
+    return isinstance(offset, int) and offset == 0
+
+
+def waits_for_grids(machine: Machine) -> bool:
+    """Whether kernels can wait for the launch before them (griddepcontrol)."""
+    return EARLY and machine.kind == "cuda" and machine.arch >= 90 and not interpreting()
 
 
 def _aligned(slots: Slots, step: int, step_q: int) -> tuple[int, ...]:
@@ -196,15 +225,15 @@ def _aligned(slots: Slots, step: int, step_q: int) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _merge_launcher(values: list[object], constants: dict[str, Any], device: int) -> Any:
-    """The launch that merges the splits, one program per row."""
+def _merge_launcher(values: list[object], constants: dict[str, Any], merged: int, device: int) -> Any:
+    """The launch that merges the splits, one program per row, `merged` of them at once."""
     from tilewise.backends.triton.decode_kernel import merge_program
 
     kinds = dict.fromkeys(("o_b", "o_h", "o_n", "o_d", "l_b", "l_h"), "i64")
     types = types_of(MERGE, [values[AT[name]] for name in MERGE], kinds)
-    names = ("BLOCK_M", "BLOCK_N", "ROWS", "DV_PAD", "STEP_Q", "UNIT", "VARLEN", "SINGLE")
-    own = (*((name, constants[name]) for name in names), ("MERGED", MERGED_LATER))
-    return plain_launcher(merge_program, Build(types, (), own, 4, 1), device)
+    names = ("BLOCK_M", "BLOCK_N", "ROWS", "DV_PAD", "STEP_Q", "UNIT", "VARLEN", "SINGLE", "PDL")
+    own = (*((name, constants[name]) for name in names), ("MERGED", merged))
+    return plain_launcher(merge_program, Build(types, (), own, 4, 1, early=constants["PDL"]), device)
 
 
 def _step(tensors: tuple[Tensor, ...], sizes: tuple[int, ...]) -> int:
@@ -244,7 +273,7 @@ def _constants(
     scales = _scales(inputs)
     unit = inputs.q.stride(-1) == 1 and out.stride(-1) == 1
     return (
-        ("HAS_MASK", spec.keep is not None), ("HAS_TERMS", spec.score is not None),
+        ("HAS_TERMS", spec.score is not None),
         ("FUSED", spec.score is None and inputs.scale > 0 and scales == "none"), ("LAST", inputs.q_offset is None),
         ("VARLEN", problem.options.layout == "varlen"), ("PAGING", _paging(problem, plan)), ("SCALES", scales),
         ("BLOCK_M", plan.block_m), ("BLOCK_N", plan.block_n), ("ROWS", plan.rows), ("D_PAD", d), ("DV_PAD", dv),
@@ -273,7 +302,7 @@ def _shared_values(
     return [
         inputs.q, inputs.k, inputs.v, None, None, None, None, None, None, *_optional(problem, inputs), *strides,
         s.batch, decode_plan.units_of(problem, plan), s.num_heads_kv, max(problem.group, 1), s.seqlen_q, s.seqlen_k,
-        plan.row_tiles, plan.splits, plan.split_tiles, pages, size, max(size.bit_length() - 1, 0),
+        plan.row_tiles, plan.programs or plan.splits, plan.split_tiles, pages, size, max(size.bit_length() - 1, 0),
         _number(inputs.q_offset), _number(inputs.k_offset), s.head_dim, s.head_dim_v, inputs.scale,
         *_data(problem, inputs, slots),
     ]  # fmt: skip
@@ -335,12 +364,11 @@ def _own_values(recipe: Recipe, inputs: Inputs, out: Tensor, lse: Tensor) -> lis
 
 
 def split_at(recipe: Recipe) -> int:
-    """Floats of the splits' unnormalised outputs, after which their (m, l) stand."""
-    lines = recipe.units * recipe.plan.rows * recipe.plan.splits
+    """Floats of the unnormalised outputs that are merged, after which their (m, l) stand."""
+    lines = recipe.plan.parts(recipe.units) * recipe.plan.rows
     return lines * padded(recipe.problem.shape.head_dim_v)
 
 
 def room_size(recipe: Recipe) -> int:
-    """Floats of the splits' results: outputs (splits, units, rows, DV), then (m, l) of each line; 0 for one split."""
-    lines = recipe.units * recipe.plan.rows * recipe.plan.splits
-    return split_at(recipe) + 2 * lines if recipe.plan.splits > 1 else 0
+    """Floats of the results that are merged: outputs (parts, rows, DV), then (m, l) of each line; 0 without merging."""
+    return split_at(recipe) + 2 * recipe.plan.parts(recipe.units) * recipe.plan.rows

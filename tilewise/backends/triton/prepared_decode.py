@@ -64,7 +64,7 @@ class PreparedDecode:
     def __init__(self, recipe: Recipe, inputs: Inputs) -> None:
         problem = recipe.problem
         self.direct = Direct(recipe.run, recipe.types, recipe.values)
-        self.recipe, self.splits = recipe, recipe.plan.splits
+        self.recipe, self.grid = recipe, recipe.plan.grid(recipe.units)
         self.out_shape, self.out_strides = problem.out_shape, recipe.out_strides
         self.lse_shape, self.out_dtype = problem.lse_shape, problem.out_dtype
         self.device, self.index = inputs.q.device, inputs.q.get_device()
@@ -107,7 +107,7 @@ class PreparedDecode:
             words[self.count] = counters(self.device, self.recipe.units).data_ptr()
         for at, t in zip(self.extra, extra, strict=True):
             words[at] = t.data_ptr()
-        self.direct(self.recipe.units, block, self.splits)
+        self.direct(self.grid[0], block, self.grid[1])
         self.direct.free.append(block)
         return out, lse
 
