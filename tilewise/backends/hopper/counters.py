@@ -11,6 +11,8 @@ import threading
 import torch
 from torch import Tensor
 
+from tilewise.backends.triton.counters import kept
+
 _lock = threading.Lock()
 ROOM = 4096
 """Counters of a device, 32 bytes apart."""
@@ -39,8 +41,8 @@ def _another(device: int) -> Tensor:
     with _lock:
         pool = _pools.get(device)
         if pool is None and not torch.cuda.is_current_stream_capturing():
-            pool = torch.zeros(ROOM * _STEP, dtype=torch.int32, device=torch.device("cuda", device))
-            torch.cuda.synchronize(device)
+            place = torch.device("cuda", device)
+            pool = kept(lambda: torch.zeros(ROOM * _STEP, dtype=torch.int32, device=place))
             _pools[device] = pool
         taken = _taken.get(device, 0)
         if pool is None or taken >= ROOM:

@@ -7,6 +7,8 @@ its graph may be replayed beside anything.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -32,11 +34,26 @@ def counters(device: torch.device, count: int) -> Tensor:
     if found is None or found.numel() < count:
         with _lock:
             if index not in _slabs:
-                _slabs[index] = (torch.zeros(SLAB, dtype=torch.int32, device=device), 0)
-                torch.cuda.current_stream(device).synchronize()
-            found = torch.zeros(max(count, FEWEST), dtype=torch.int32, device=device)
+                _slabs[index] = (kept(lambda: torch.zeros(SLAB, dtype=torch.int32, device=device)), 0)
+            found = kept(lambda: torch.zeros(max(count, FEWEST), dtype=torch.int32, device=device))
             _streams[key] = found
     return found
+
+
+def kept(make: Callable[[], Tensor]) -> Tensor:
+    """A CUDA tensor that outlives the call, made and written on a thread of its own.
+
+    While torch.compile warms up a CUDA graph, all that the calling thread allocates belongs to the graph's memory pool,
+    and a tensor that stays there is an error. Source: torch 2.11, `torch._inductor.cudagraph_trees.check_memory_pool`.
+    """
+
+    def run() -> Tensor:
+        tensor = make()
+        torch.cuda.current_stream(tensor.device).synchronize()
+        return tensor
+
+    with ThreadPoolExecutor(max_workers=1) as apart:
+        return apart.submit(run).result()
 
 
 def _captured(index: int, count: int) -> Tensor:
