@@ -106,3 +106,56 @@ def test_a_refused_call_writes_and_counts_nothing(wrong, paged):
     assert lengths == [2] * B
     expected = tw.attention(q, torch.cat((k, k), 2), torch.cat((v, v), 2))
     torch.testing.assert_close(tw.attention_with_cache(q, cache, k, v, **named), expected)
+
+
+@pytest.mark.parametrize("sequences", [1, 1.0, "ab", [0.5], [None], [True], [[0], [1]], torch.tensor([0.0])])
+def test_sequences_that_are_no_integers_are_refused(sequences):
+    pages = tw.PagedKVCache(4, 4, G, D)
+    for _ in range(2):
+        pages.new_sequence()
+    cache = tw.KVCache.allocate(2, G, 16, D)
+    q = torch.randn(1, H, 1, D)
+    calls = [
+        lambda: tw.attention_with_cache(q, cache, sequences=sequences), lambda: cache.reset(sequences),
+        lambda: tw.attention_with_cache(q, pages, sequences=sequences), lambda: pages.batch(sequences),
+        lambda: pages.shared_prefix(sequences),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(tw.DTypeError, match="integers"):
+            call()
+
+
+@pytest.mark.parametrize("name", [7, -1, [0], None])
+def test_a_sequence_that_was_never_made_is_named(name):
+    pages = tw.PagedKVCache(4, 4, G, D)
+    pages.new_sequence()
+    for method in (pages.free, pages.pages, pages.fork, pages.length):
+        with pytest.raises(tw.OptionError, match="there is no sequence"):
+            method(name)
+
+
+@pytest.mark.parametrize("slots", [[2], [-1], torch.tensor([0, 2])])
+def test_a_reset_of_slots_that_are_not_there_changes_nothing(slots):
+    cache = tw.KVCache(*(torch.randn(2, G, 16, D) for _ in "kv"), torch.tensor([3, 4]))
+    with pytest.raises(tw.ShapeError, match="there is no slot"):
+        cache.reset(slots)
+    assert cache.lengths.tolist() == [3, 4]
+    cache.reset([1])
+    assert cache.lengths.tolist() == [3, 0]
+
+
+def test_the_debug_mode_looks_at_a_shared_prefix_without_reading_it_back(monkeypatch):
+    pages = tw.PagedKVCache(16, 4, G, D, debug=True)
+    first = pages.new_sequence()
+    q, k, v = qkv(9, 1)
+    tw.attention_with_cache(q, pages, k, v, sequences=[first])
+    numbers = [first, pages.fork(first), pages.new_sequence()]
+    tw.attention_with_cache(q, pages, k, v, sequences=numbers[2:])
+    # As on a GPU, whose numbers the host does not see.
+    monkeypatch.setattr("tilewise.serving.cascade.can_look", lambda t: False)
+    one = torch.randn(2, H, 1, D)
+    wanted = tw.attention_with_cache(one, pages, sequences=numbers[:2])
+    shared = tw.attention_with_cache(one, pages, sequences=numbers[:2], shared_prefix=8)
+    torch.testing.assert_close(shared, wanted)
+    with pytest.raises(RuntimeError, match="shared prefix of 8 keys"):
+        tw.attention_with_cache(one, pages, sequences=numbers[1:], shared_prefix=8)

@@ -12,6 +12,7 @@ from tilewise.backends.protocol import Append
 from tilewise.errors import DTypeError, OptionError, ShapeError, message
 from tilewise.quick import is_compiling
 from tilewise.serving.append import append, check_new, prepare
+from tilewise.serving.books import as_numbers
 from tilewise.serving.cache import CacheView, KVCache
 from tilewise.serving.cascade import attend_cascade
 from tilewise.serving.paged import Batch, PagedKVCache, PagedLayer
@@ -119,7 +120,7 @@ def attention_with_cache(
         new = _new_tokens(k_new, v_new, given, edges_q if cu_seqlens_new is None else None, q.device)
     view, books = _resolve(cache, sequences, new)
     # What is wrong is refused before the books count anything and before anything is written.
-    form, known = None, None
+    form, known, kind, given_q = None, None, None, q
     if not is_compiling():  # there sizes may be symbols
         form = _form(q, new, table)
         known = view.forms.get(form)
@@ -133,7 +134,7 @@ def attention_with_cache(
     options = (scale, q_offset, k_offset, h_offset, deterministic, batch_invariant, backend, allow_quadratic)
     spec = (mask, scores, sink)
     if new is not None and not is_compiling():
-        check_call(view, q, edges_q, spec, options, (dropout, seed))
+        kind = check_call(view, q, edges_q, spec, options, (dropout, seed))
     if books is not None:
         books.enter(new)
     if new is not None or table is not None:
@@ -142,9 +143,12 @@ def attention_with_cache(
         books.slots[0].store(books.slots[1], view)
     lse: Tensor | None
     if shared_prefix:
-        result, lse = attend_cascade(view, q, edges_q, shared_prefix, spec, options, (dropout, seed))
+        debug = books is not None and books.debug
+        result, lse = attend_cascade(view, q, edges_q, shared_prefix, spec, options, (dropout, seed), debug)
     else:
-        result, lse = attend_view(view, q, edges_q, spec, options, (dropout, seed), return_lse)
+        if q is not given_q and (q.stride() != given_q.stride() or type(q) is not type(given_q)):
+            kind = None  # the turned queries lie otherwise
+        result, lse = attend_view(view, q, edges_q, spec, options, (dropout, seed), return_lse, kind=kind)
     if out is not None:
         result = _into(out, result)
     return (result, lse) if return_lse else result
@@ -216,6 +220,11 @@ class _Books(NamedTuple):
     slots: tuple[KVCache, Any] | None = None
     counts: bool = True
 
+    @property
+    def debug(self) -> bool:
+        """Whether the cache looks at every call."""
+        return self.batch is not None and self.batch.cache.owners is not None
+
     def enter(self, new: _New | None) -> None:
         """Find room for the new keys and count them; in the debug mode look at the pages' tags."""
         if self.batch is None:
@@ -249,7 +258,7 @@ def _resolve(cache: Any, sequences: Any, new: _New | None) -> tuple[CacheView, _
         return sequences.views[layer], None if cache.owners is None else _Books(sequences, layer, None, False)
     if sequences is None:
         raise OptionError("a paged cache is told which sequences a call is about: sequences=[...]")
-    batch = cache.current(tuple(sequences.tolist() if isinstance(sequences, Tensor) else sequences))
+    batch = cache.current(as_numbers(sequences))
     return batch.views[layer], _Books(batch, layer)
 
 

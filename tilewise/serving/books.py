@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from tilewise.errors import OptionError, TilewiseError
+from torch import Tensor
+
+from tilewise.checks import check_int_tensor
+from tilewise.errors import DTypeError, OptionError, TilewiseError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class OutOfPages(TilewiseError, RuntimeError):
@@ -17,6 +25,26 @@ class Sequence:
 
     pages: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+
+
+def as_numbers(sequences: Iterable[Any] | Tensor) -> tuple[int, ...]:
+    """The numbers of sequences or slots, given as integers or as an integer tensor (of a GPU: it is read back).
+
+    Raises: DTypeError, ShapeError for anything else.
+    """
+    if isinstance(sequences, Tensor):
+        check_int_tensor("sequences", sequences)
+        return tuple(sequences.reshape(-1).tolist())
+    try:
+        found = tuple(sequences)
+        if any(isinstance(n, bool) for n in found):
+            raise TypeError
+        return tuple(operator.index(n) for n in found)
+    except TypeError:
+        given = f"{sequences!r}"[:80]
+        raise DTypeError(
+            f"sequences are integers, in a list or a tensor, not {type(sequences).__name__}: {given}"
+        ) from None
 
 
 class Books:
@@ -37,7 +65,10 @@ class Books:
 
     def find(self, number: int) -> Sequence:
         """Raises OptionError for a sequence that was never made or is freed."""
-        found = self.sequences.get(number)
+        try:
+            found = self.sequences.get(number)
+        except TypeError:  # what cannot be a number of a sequence, such as a list
+            found = None
         if found is None:
             raise OptionError(f"there is no sequence {number!r}: it was never made, or it is freed")
         return found

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilewise import checks
 from tilewise.errors import OptionError, ShapeError, message
+from tilewise.serving.books import as_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -128,40 +129,46 @@ class KVCache(CacheView):
         """A view of some slots, in the order given; appending through it advances its own lengths, not the cache's.
 
         apart: whether each slot may stand there once, as for a call that appends.
-        Raises: ShapeError for a slot that is not there; OptionError for one that stands twice (looked at on the CPU).
+        Raises: ShapeError for a slot that is not there; OptionError for one that stands twice (looked at on the CPU);
+            DTypeError for what are no integers.
         """
-        index = self._index(sequences)
-        checks.check_int_tensor("sequences", index)
-        slots = self.k.shape[0]
-        if checks.can_look(index):
-            named = index.tolist()
+        index = self._index(sequences, apart)
+        leftpad = None if self.leftpad is None else self.leftpad[index]
+        table = index.to(torch.int32)[:, None]
+        return CacheView(self.k, self.v, self.lengths[index], table, leftpad, self.k_scale, self.v_scale)
+
+    def _index(self, sequences: Tensor | Sequence[int], apart: bool) -> Tensor:
+        """(n,) int64 slots, looked at where that needs no synchronisation; apart: each stands there once."""
+        if isinstance(sequences, Tensor):
+            checks.check_int_tensor("sequences", sequences)
+            sequences = sequences.reshape(-1)
+            named = sequences.tolist() if checks.can_look(sequences) else None
+        else:
+            named = list(as_numbers(sequences))
+        if named is not None:
+            slots = self.k.shape[0]
             for b in named:
                 if not 0 <= b < slots:
                     raise ShapeError(f"there is no slot {b}: the cache has slots 0 to {slots - 1}")
             if apart and len(set(named)) != len(named):
                 raise OptionError(f"a slot that is written stands once in a call, not as in {named}")
-        index = index.to(torch.int64)
-        leftpad = None if self.leftpad is None else self.leftpad[index]
-        table = index.to(torch.int32)[:, None]
-        return CacheView(self.k, self.v, self.lengths[index], table, leftpad, self.k_scale, self.v_scale)
-
-    def _index(self, sequences: Tensor | Sequence[int]) -> Tensor:
-        if not isinstance(sequences, Tensor) and not len(sequences):
-            # Of an empty list torch makes floats.
-            return torch.zeros(0, dtype=torch.int64, device=self.k.device)
-        return torch.as_tensor(sequences, device=self.k.device)
+        return torch.as_tensor(
+            named if named is not None else sequences, dtype=torch.int64, device=self.k.device
+        )
 
     def store(self, sequences: Tensor | Sequence[int], view: CacheView) -> None:
         """Take over the lengths that a view from `select` has come to."""
-        index = self._index(sequences).to(torch.int64)
-        self.lengths.index_copy_(0, index, view.lengths)
+        self.lengths.index_copy_(0, self._index(sequences, True), view.lengths)
 
     def reset(self, sequences: Tensor | Sequence[int] | None = None) -> None:
-        """Forget all keys, or those of some slots."""
+        """Forget all keys, or those of some slots.
+
+        Raises: ShapeError for a slot that is not there (looked at on the CPU), DTypeError for what are no integers.
+        """
         if sequences is None:
             self.lengths.zero_()
         else:
-            self.lengths[self._index(sequences).to(torch.int64)] = 0
+            self.lengths[self._index(sequences, False)] = 0
 
     def crop(self, length: int) -> None:
         """Keep at most the first `length` keys of every slot.  Raises OptionError for a negative length."""

@@ -29,9 +29,11 @@ FARTHEST = 2**30
 
 def attend_cascade(
     view: CacheView, q: Tensor, cu_seqlens_q: Tensor | None, prefix: int, spec: tuple[Any, Any, Any],
-    options: tuple[Any, ...], random: tuple[float, Any],
+    options: tuple[Any, ...], random: tuple[float, Any], debug: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) where the first `prefix` keys of every sequence are the pages of the first; as `attend_view`.
+
+    debug: on a GPU, too, look whether every sequence holds the prefix in the same pages, by an assertion on the device.
 
     Raises: OptionError for a prefix that is no whole number of pages, of views without a table or with padding;
         ShapeError for one that not all sequences hold in the same pages (looked at on the CPU);
@@ -50,7 +52,7 @@ def attend_cascade(
         raise OptionError("shared_prefix goes with neither offsets nor dropout")
     if table.shape[0] == 0:
         raise OptionError("shared_prefix needs a sequence")
-    _check_shared(view, table[:, : prefix // size], prefix)
+    _check_shared(view, table[:, : prefix // size], prefix, debug)
     mask = as_mask(mask)
     _refuse(view, q, cu_seqlens_q, mask, scores, prefix)
     folded = q if cu_seqlens_q is not None else q.transpose(1, 2).flatten(0, 1)
@@ -76,9 +78,15 @@ def attend_cascade(
     return merged.finalize(dtype=q.dtype), merged.lse
 
 
-def _check_shared(view: CacheView, pages: Tensor, prefix: int) -> None:
-    """Raise ShapeError unless every sequence holds the prefix, and in the same pages; looked at on the CPU."""
+def _check_shared(view: CacheView, pages: Tensor, prefix: int, debug: bool) -> None:
+    """Raise ShapeError unless every sequence holds the prefix, and in the same pages; looked at on the CPU, and with
+    `debug` by an assertion on the device, without a synchronisation."""
     if not can_look(pages) or not can_look(view.lengths):
+        if debug:
+            right = (pages == pages[:1]).all() & (view.lengths >= prefix).all()
+            torch._assert_async(
+                right, f"not all sequences hold a shared prefix of {prefix} keys in the same pages"
+            )
         return
     shortest = int(view.lengths.min())
     if shortest < prefix:

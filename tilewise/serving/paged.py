@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import OptionError, ShapeError
-from tilewise.serving.books import Books, OutOfPages, Sequence
+from tilewise.serving.books import Books, OutOfPages, Sequence, as_numbers
 from tilewise.serving.cache import CacheView
 from tilewise.serving.owners import Owners
 
@@ -146,11 +146,11 @@ class PagedKVCache:
 
     def batch(self, sequences: Many[int]) -> Batch:
         """The device side of some sequences, for calls whose books you keep: see `Batch`."""
-        return Batch(self, tuple(sequences), trusted=False)
+        return Batch(self, as_numbers(sequences), trusted=False)
 
     def shared_prefix(self, sequences: Many[int]) -> int:
         """Keys, in whole pages, that all these sequences share."""
-        found = [self.books.find(n) for n in sequences]
+        found = [self.books.find(n) for n in as_numbers(sequences)]
         if len(found) < 2:
             return 0
         whole = min(min(s.lengths) for s in found) // self.page_size

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from tilewise.serving.cache import CacheView
     from tilewise.written import Written
 
+    Kind = tuple[tuple[Any, ...] | None, Sequence[Tensor]]
+    """What a call's preparation depends on (None: it is not known), and the tensors of its mask and scores."""
+
 OPTIONS = (
     "scale", "q_offset", "k_offset", "h_offset", "deterministic", "batch_invariant", "backend", "allow_quadratic",
 )  # fmt: skip
@@ -58,16 +61,17 @@ def attend_pages(
 
 def attend_view(
     view: CacheView, q: Tensor, cu_seqlens_q: Tensor | None, spec: tuple[Any, Any, Any], options: tuple[Any, ...],
-    random: tuple[float, Any], want_lse: bool, *, partial: bool = False,
+    random: tuple[float, Any], want_lse: bool, *, partial: bool = False, kind: Kind | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(out, lse) of q over what a view holds; calls of a kind that was made before take the short way.
 
     spec: mask, scores, sink. options: those of OPTIONS. random: dropout, seed. partial: out in float32, to be merged.
+    kind: what `check_call` gave for these arguments, None: it is found out.
     """
     key = None
     dropout = random[0]
     if type(dropout) in (float, int) and not dropout:
-        key, extra = _key_of(view, q, spec, options)
+        key, extra = _key_of(view, q, spec, options) if kind is None else kind
         if key is not None:
             key = (*key, None if cu_seqlens_q is None else cu_seqlens_q.shape, partial)
             found = quick.ready.get(key)
@@ -112,17 +116,19 @@ def _write(
 def check_call(
     view: CacheView, q: Tensor, cu_seqlens_q: Tensor | None, spec: tuple[Any, Any, Any], options: tuple[Any, ...],
     random: tuple[float, Any],
-) -> None:  # fmt: skip
-    """Raise what `attend_view` would raise for these arguments, before anything is written for them.
+) -> Kind | None:  # fmt: skip
+    """Raise what `attend_view` would raise for these arguments, before anything is written for them; gives the kind of
+    the call.
 
     A kind of call that was made before is right as it is, and costs a look at what is known.
     """
     dropout, seed = random
+    kind = None
     if type(dropout) in (float, int) and not dropout:
-        key, _ = _key_of(view, q, spec, options)
+        kind = _key_of(view, q, spec, options)
         shape = None if cu_seqlens_q is None else cu_seqlens_q.shape
-        if key is not None and (*key, shape, False) in quick.ready:
-            return
+        if kind[0] is not None and (*kind[0], shape, False) in quick.ready:
+            return kind
     # A seed is given, so that none is drawn here.
     (q, k, v, *rest), drawn, numbers = _write(
         view, q, cu_seqlens_q, spec, options, (dropout, 0 if seed is None else seed)
@@ -130,11 +136,10 @@ def check_call(
     problem = decode_problem(q, k, v, rest, numbers.text)
     check_values(problem, decode_inputs(problem, (q, k, v, rest), numbers.ints, numbers.floats, drawn))
     choose(problem)
+    return kind
 
 
-def _key_of(
-    view: CacheView, q: Tensor, spec: tuple[Any, Any, Any], options: tuple[Any, ...]
-) -> tuple[tuple[Any, ...] | None, Sequence[Tensor]]:
+def _key_of(view: CacheView, q: Tensor, spec: tuple[Any, Any, Any], options: tuple[Any, ...]) -> Kind:
     """As `quick.key_of`, where all that is known of keys and values is one number."""
     if (
         quick.is_compiling()
