@@ -1,19 +1,22 @@
-"""Train a small character-level GPT on Python's own documentation, with Tilewise and with PyTorch's SDPA side by side.
+r"""Train a small character-level GPT on Python's own documentation, with Tilewise and with PyTorch's SDPA side by side.
 
     python examples/gpt.py                           two runs on the CPU, minutes; needs numba for the quick backend
-    python examples/gpt.py --backend auto --device cuda --dtype bfloat16 --width 384 --heads 6 --layers 6 --context 1024
+    python examples/gpt.py --backend auto --device cuda --dtype bfloat16 --width 512 --heads 8 --layers 8 --batch 8 \
+        --context 2048 --attention tilewise sdpa-flash sdpa-cudnn
     python examples/gpt.py --seeds 3 --plot loss.png loss curves of three seeds (matplotlib)
 
-Both models start from the same weights and see the same batches; their steps alternate, so that the tokens per second
-are taken under the same conditions. The loss curves must agree far better than two seeds do: attention is the same
-function. The text is the docstrings of the standard library, which ship with Python.
+All models start from the same weights and see the same batches; their steps alternate, so that the tokens per second
+are taken under the same conditions. `sdpa` lets PyTorch choose its kernel, `sdpa-flash` and the like name one. The loss
+curves must agree far better than two seeds do: attention is the same function. The text is the docstrings of the standard library, which ship with Python.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib.util
+import itertools
 import json
 import statistics
 import time
@@ -34,6 +37,10 @@ MODULES = (
     "tempfile", "textwrap", "threading", "timeit", "traceback", "turtle", "typing", "unittest.case", "urllib.parse",
     "urllib.request", "uuid", "zipfile",
 )  # fmt: skip
+
+
+SDPA = {"sdpa": "", "sdpa-flash": "FLASH_ATTENTION", "sdpa-cudnn": "CUDNN_ATTENTION", "sdpa-math": "MATH"}
+"""torch.nn.attention.SDPBackend by the names of --attention; "" lets PyTorch choose."""
 
 
 def text() -> str:
@@ -105,6 +112,14 @@ class GPT(nn.Module):
         return tokens
 
 
+def sdpa_kernel(kind: str) -> contextlib.AbstractContextManager[Any]:
+    """Inside, scaled_dot_product_attention is the kernel that `kind` names."""
+    name = SDPA.get(kind)
+    if not name:
+        return contextlib.nullcontext()
+    return torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, name))
+
+
 def synchronise(device: torch.device) -> None:
     """Wait until a GPU has done what it was given, so that clocks tell the truth."""
     if device.type == "cuda":
@@ -112,13 +127,13 @@ def synchronise(device: torch.device) -> None:
 
 
 def train(data: Tensor, vocabulary: int, options: argparse.Namespace, seed: int) -> dict[str, dict[str, Any]]:
-    """Both models, step by step in turn: losses and seconds of each step, and the trained model."""
+    """All models, step by step in turn: losses, seconds and bytes of each step, and the trained model."""
     runs: dict[str, dict[str, Any]] = {}
     dtype = getattr(torch, options.dtype)
     for kind in options.attention:
         torch.manual_seed(seed)
         model = GPT(vocabulary, options, kind).to(options.device)
-        runs[kind] = {"model": model, "losses": [], "seconds": []}
+        runs[kind] = {"model": model, "losses": [], "seconds": [], "bytes": []}
         runs[kind]["optimiser"] = torch.optim.AdamW(model.parameters(), lr=options.rate)
     make = torch.Generator().manual_seed(seed)
     for step in progress(range(options.steps), f"seed {seed}"):
@@ -127,10 +142,10 @@ def train(data: Tensor, vocabulary: int, options: argparse.Namespace, seed: int)
         order = options.attention if step % 2 else options.attention[::-1]
         for kind in order:
             run = runs[kind]
-            synchronise(batch.device)
-            before = time.perf_counter()
             run["optimiser"].zero_grad()
-            with torch.autocast(batch.device.type, dtype, enabled=dtype != torch.float32):
+            held = start_memory(batch.device)
+            before = time.perf_counter()
+            with sdpa_kernel(kind), torch.autocast(batch.device.type, dtype, enabled=dtype != torch.float32):
                 logits = run["model"](batch[:, :-1])
             loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
             loss.backward()
@@ -138,7 +153,19 @@ def train(data: Tensor, vocabulary: int, options: argparse.Namespace, seed: int)
             run["losses"].append(float(loss.detach()))
             synchronise(batch.device)
             run["seconds"].append(time.perf_counter() - before)
+            del logits, loss
+            if batch.device.type == "cuda":
+                run["bytes"].append(torch.cuda.max_memory_allocated(batch.device) - held)
     return runs
+
+
+def start_memory(device: torch.device) -> int:
+    """Bytes allocated on a GPU now, from where its peak is counted anew; the GPU is idle then."""
+    synchronise(device)
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
 
 
 def progress(steps: Any, name: str) -> Any:
@@ -183,10 +210,12 @@ def report(
         print(
             f"{kind:>9}: {result[kind]['tokens_per_second']:10.0f} tokens/s, last loss {result[kind]['last_loss']:.4f}"
         )
-    if len(curves) == 2:
-        pairs = list(zip(*curves.values(), strict=True))
-        result["attention_gap"] = max(abs(a - b) for pair in pairs for a, b in zip(*pair, strict=True))
-        print(f"largest distance of the two curves of a seed: {result['attention_gap']:.2e}")
+    for one, other in itertools.combinations(curves, 2):
+        pairs = zip(curves[one], curves[other], strict=True)
+        gap = max(abs(a - b) for pair in pairs for a, b in zip(*pair, strict=True))
+        print(f"largest distance of a seed's curves, {one} and {other}: {gap:.2e}")
+        result.setdefault("gaps", {})[f"{one}, {other}"] = gap
+        result.setdefault("attention_gap", gap)
     first = next(iter(curves.values()))
     if len(first) > 1:
         result["seed_gap"] = max(
@@ -201,7 +230,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--attention", nargs="+", choices=("tilewise", "sdpa"), default=["tilewise", "sdpa"])
+    parser.add_argument("--attention", nargs="+", choices=("tilewise", *SDPA), default=["tilewise", "sdpa"])
     parser.add_argument(
         "--backend", default="cpu", help="Tilewise's backend: cpu (compiled), auto, blockwise, ..."
     )
@@ -227,12 +256,18 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     print(f"{len(characters)} characters, {len(vocabulary)} different ones")
     curves: dict[str, list[list[float]]] = {kind: [] for kind in options.attention}
     seconds: dict[str, list[float]] = {kind: [] for kind in options.attention}
+    most: dict[str, int] = {}
     for seed in range(options.seeds):
         runs = train(data, len(vocabulary), options, seed)
         for kind, run in runs.items():
             curves[kind].append(run["losses"])
             seconds[kind] += run["seconds"][min(5, options.steps // 2) :]  # the first steps compile
+            most[kind] = max([most.get(kind, 0), *run["bytes"][1:]])
     result = report(curves, seconds, options.batch * options.context)
+    for kind, size in most.items():
+        if size:
+            result[kind]["step_bytes"] = size
+            print(f"{kind:>9}: {size / 2**20:.0f} MiB at the peak of a step, beside weights and optimiser")
     if options.plot:
         plot(curves, options.plot)
     if options.sample and "tilewise" in options.attention:
@@ -255,7 +290,7 @@ def write_line(result: dict[str, Any], options: argparse.Namespace) -> None:
     for kind in options.attention:
         thinned = [[round(loss, 6) for loss in losses[::10]] for losses in result[kind]["losses"]]
         line[kind] = {**result[kind], "losses": thinned}
-    line |= {name: result[name] for name in ("attention_gap", "seed_gap") if name in result}
+    line |= {name: result[name] for name in ("attention_gap", "gaps", "seed_gap") if name in result}
     with Path(options.output).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
