@@ -7,7 +7,8 @@ r"""Train a small character-level GPT on Python's own documentation, with Tilewi
 
 All models start from the same weights and see the same batches; their steps alternate, so that the tokens per second
 are taken under the same conditions. `sdpa` lets PyTorch choose its kernel, `sdpa-flash` and the like name one. The loss
-curves must agree far better than two seeds do: attention is the same function. The text is the docstrings of the standard library, which ship with Python.
+curves must agree far better than two seeds do: attention is the same function. The text is the docstrings of the
+standard library, which ship with Python.
 """
 
 from __future__ import annotations
