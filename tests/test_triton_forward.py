@@ -62,6 +62,16 @@ found["again"] = [float((clean - same).abs().max()), float(not torch.equal(seen,
 parts = tw.custom(lambda q, k: ((q - k) % 4 < 2) & ((q - 50) // 8 != k // 4))
 q, k = (torch.randn(1, 2, 70, 16).half() for _ in range(2))
 pair = [tw.attention(q, k, k, mask=parts, backend=name).float() for name in ("triton", "blockwise")]
+from tilewise.backends.triton import launch_forward
+launch_forward.TMA_WORK = 0.0
+ids = (torch.arange(300) // 70)[None].to(torch.int32)
+q, k = (torch.randn(1, 4, 300, 16).half() for _ in range(2))
+gap = tw.causal() & (tw.window(64, 0) | tw.prefix(70))
+bias = tw.bias(torch.randn(1, 4, 300, 300).half())
+found["descriptors"] = []
+for options in ({"mask": tw.causal() & tw.document(ids)}, {"mask": gap}, {"scores": bias, "mask": tw.chunk(96)}):
+    ran = [tw.attention(q, k, k, backend=name, **options).float() for name in ("triton", "blockwise")]
+    found["descriptors"].append(float((ran[0] - ran[1]).abs().max()))
 found["shifts"] = [float((pair[0] - pair[1]).abs().max())]
 print(json.dumps(found))
 """
@@ -93,6 +103,10 @@ def test_negative_numbers_divide_by_shifts_as_they_should(interpreted):
     assert interpreted["shifts"][0] < 1e-2
 
 
+def test_runs_of_tiles_by_descriptors_fold_masks_where_they_should(interpreted):
+    assert max(interpreted["descriptors"]) < 1e-2
+
+
 # ---- compiling -----------------------------------------------------------------------------------------------
 
 
@@ -117,6 +131,7 @@ SPECS = {
     "plain": (None, ()),
     "causal": (tw.causal(), ()),
     "document": (tw.causal() & tw.document(torch.zeros(1, 256, dtype=torch.int32)), ()),
+    "column bias": (None, (tw.bias(torch.zeros(1, 1, 1, 256)),)),
     "terms": (tw.window(64, 0), (tw.softcap(30.0), tw.alibi(torch.ones(2)))),
     "custom": (
         tw.custom(lambda q, k: (q - k) % 2 == 0),
@@ -144,7 +159,7 @@ def _compile(monkeypatch, machine, problem, inputs):
     monkeypatch.setattr(launch, "_launchers", {})
     monkeypatch.setattr(launch_forward, "machine_of", lambda device: machine)
     monkeypatch.setattr(launch_forward, "TMA_WORK", 0.0)
-    slots = launch_forward.describe(problem.spec, inputs.leaves)
+    slots = launch_forward.slots_of(problem, inputs)
     launch_forward.make_recipe(problem, inputs, slots)
     return made
 
@@ -172,7 +187,9 @@ def test_kernels_compile_for_every_architecture(arch, spec, monkeypatch, no_driv
         assert "cubin" in made.asm and made.metadata.shared <= shared
 
 
-@pytest.mark.parametrize("spec, head_dim", [("document", 40), ("causal", 128), ("causal", 256)])
+@pytest.mark.parametrize(
+    "spec, head_dim", [("document", 40), ("causal", 128), ("causal", 256), ("column bias", 64)]
+)
 def test_hopper_kernels_keep_their_state_in_registers(spec, head_dim, monkeypatch, no_driver):
     """Spilled accumulators would be re-read on every key tile; what little is spilled must not be those."""
     from tilewise.backends.triton.machine import Machine
@@ -182,6 +199,8 @@ def test_hopper_kernels_keep_their_state_in_registers(spec, head_dim, monkeypatc
     made = _compile(monkeypatch, Machine("cuda", 90, 232448, 132), problem, inputs)
     first = next(m for m in made if m.metadata.name == "forward")
     assert "wgmma" in first.asm["ptx"] and spilled(first) <= 256
+    # Sums and maxima of rows take a few exchanges; scores that move to another layout take hundreds.
+    assert first.asm["ptx"].count("shfl.sync") < 60
 
 
 def spilled(compiled) -> int:
@@ -214,19 +233,23 @@ def test_an_amd_target_compiles(monkeypatch, no_driver):
 # ---- what is printed -----------------------------------------------------------------------------------------
 
 
-def _text(mask, scores, leaves_like=None):
-    from tilewise.backends.triton.launch_forward import FORWARD
-    from tilewise.backends.triton.layout import describe
+def _text(mask, scores, length=64):
+    from tilewise.backends.triton.launch_forward import FORWARD, slots_of
     from tilewise.backends.triton.source import print_module
 
-    tensors = [torch.zeros(1, 2, 64, 16) for _ in range(3)]
+    tensors = [torch.zeros(1, 2, length, 16) for _ in range(3)]
     problem, inputs = _problem(mask, scores, tensors)
-    slots = describe(problem.spec, leaves_like or inputs.leaves)
-    return print_module(problem.spec, slots, (FORWARD,))
+    return print_module(problem.spec, slots_of(problem, inputs), (FORWARD,))
+
+
+def _function(text, name):
+    """The text of one printed function."""
+    start = text.index(f"def {name}(")
+    return text[start : text.index("@triton.jit", start)]
 
 
 def test_a_new_length_prints_the_same_module():
-    texts = {_text(tw.causal(), (tw.bias(torch.zeros(1, 2, n, n)),)) for n in (64, 128, 4096)}
+    texts = {_text(tw.causal(), (tw.bias(torch.zeros(1, 2, n, n)),), n) for n in (64, 128, 4096)}
     assert len(texts) == 1
 
 
@@ -241,9 +264,34 @@ def test_printed_modules_name_no_feature():
 
 def test_powers_of_two_divide_by_shifts():
     code = _text(tw.custom(lambda q, k: ((q - k) % 4 < 2) & (q // 8 == k // 8)), ())
-    keep = code[code.index("def keep") : code.index("def classify")]
+    keep = _function(code, "keep")
     assert "& 3" in keep and ">> 3" in keep and "_int(" not in keep
     assert "mod_int(" in _text(tw.custom(lambda q, k: (q - k) % 3 == 0), ())
+
+
+@pytest.mark.parametrize("size, word", [(8, "exponent("), (6, "floordiv_int(")])
+def test_numbers_of_a_call_that_are_powers_of_two_divide_by_shifts(size, word):
+    assert word in _function(_text(tw.chunk(size), ()), "keep")
+
+
+def test_leaves_as_long_as_the_call_are_read_by_vectors():
+    """An index that is clamped counts up no longer, as far as the compiler sees; a mask may hold for vectors."""
+    score = _function(_text(None, (tw.bias(torch.zeros(1, 2, 64, 64)),)), "score")
+    assert "inside(j" not in score and "(j // 4 < " in score
+    by_position = tw.custom_score(lambda s, h, k, table: s + table[h, k], torch.zeros(2, 64))
+    assert "inside(k" in _function(_text(None, (by_position,)), "score")
+
+
+def test_a_bias_per_pair_is_loaded_ahead_by_vectors(monkeypatch, no_driver):
+    from tilewise.backends.triton.machine import Machine
+
+    tensors = [torch.zeros(8, 16, 256, 128, dtype=torch.bfloat16) for _ in range(3)]
+    problem, inputs = _problem(None, (tw.bias(torch.zeros(8, 16, 256, 256, dtype=torch.bfloat16)),), tensors)
+    made = _compile(monkeypatch, Machine("cuda", 90, 232448, 132), problem, inputs)
+    first = next(m for m in made if m.metadata.name == "forward")
+    assert "cp.async.cg.shared.global" in first.asm["ptx"]
+    # Two programs share a multiprocessor: each has a kilobyte beside what it asks for.
+    assert 2 * (first.metadata.shared + 1024) <= 233472
 
 
 def test_a_printed_module_is_a_file_that_can_be_read():

@@ -2,8 +2,10 @@
 
 Grid: x = splits * heads * row tiles (of all batch entries, or of the packed tokens). One program owns BLOCK_M rows
 of one query head, or, packed, of a group of heads that share K and V. Loop order: key tiles from first to last;
-runs of FULL tiles carry no mask work, PARTIAL runs fold the mask, EMPTY tiles are jumped over. Which tile is what
-comes from the mask's interval form, evaluated for CHUNK tiles at once.
+PARTIAL tiles fold the mask, FULL ones carry no mask work, EMPTY ones are jumped over. Which tile is what comes from
+the mask's interval form, evaluated for CHUNK tiles at once. With descriptors a run is PARTIAL tiles, FULL tiles,
+PARTIAL tiles in one loop, since each loop waits for its first tile (the branch is three instructions on Hopper);
+without them, where PARTIAL tiles are read with masks, FULL and PARTIAL tiles are loops of their own.
 State in registers: acc (BLOCK_M, DV), m and l (BLOCK_M). Shared memory: q (BLOCK_M, D) and num_stages of k and v.
 
 Source: Dao, FlashAttention-2, 2023, algorithm 1, https://arxiv.org/abs/2307.08691.
@@ -121,13 +123,14 @@ def weigh(p, v, acc, visible, CAREFUL: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def absorb_run(
-    acc, m, l, q, first, last, tensors, rows, numbers, data, score, keep, classify,  # noqa: E741
+    acc, m, l, q, first, last, inner, outer, tensors, rows, numbers, data, score, keep, classify,  # noqa: E741
     MASKED: tl.constexpr, CAREFUL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr,
     DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """The state after the key tiles first .. last - 1. MASKED: PARTIAL tiles, and the one that is cut by the end."""
+    """The state after the key tiles first .. last - 1. MASKED says which are PARTIAL, or cut by the end: "none", "all",
+    or "outer", all but inner .. outer - 1."""
     k_ptr, v_ptr, k_n, k_d, v_n, v_d, size_d, size_dv, n_k, k_desc, v_desc, tensor_b, key0 = tensors
     i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g = rows
     scale, seed, threshold, h_word, b_word = numbers
@@ -138,7 +141,7 @@ def absorb_run(
         if TMA:
             k = k_desc.load([tensor_b, g, key0 + j0, 0]).reshape(BLOCK_N, D_PAD)
         else:
-            k = load_tile(k_ptr, columns, k_n, k_d, size_d, inside, MASKED, D_PAD, EVEN, STEP, UNIT)
+            k = load_tile(k_ptr, columns, k_n, k_d, size_d, inside, MASKED == "all", D_PAD, EVEN, STEP, UNIT)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         j = columns[None, :]
         k_pos = j + k_offset
@@ -147,7 +150,10 @@ def absorb_run(
         if HAS_TERMS:
             s = score(s, i, j, q_pos, k_pos, b, h, g, data)
         visible = inside[None, :]
-        if MASKED:
+        if MASKED == "outer":
+            if (t < inner) | (t >= outer):
+                s = tl.where(visible & keep(s, i, j, q_pos, k_pos, b, h, g, data), s, -float("inf"))
+        elif MASKED == "all":
             if HAS_MASK:
                 visible = visible & keep(s, i, j, q_pos, k_pos, b, h, g, data)
                 # What surely no row of the tile may see is not read: padding may hold anything.
@@ -173,12 +179,63 @@ def absorb_run(
         if TMA:
             v = v_desc.load([tensor_b, g, key0 + j0, 0]).reshape(BLOCK_N, DV_PAD)
         else:
-            v = load_tile(v_ptr, columns, v_n, v_d, size_dv, inside, MASKED, DV_PAD, EVEN_V, STEP, UNIT)
+            v = load_tile(
+                v_ptr, columns, v_n, v_d, size_dv, inside, MASKED == "all", DV_PAD, EVEN_V, STEP, UNIT
+            )
         visible = s != -float("inf")
         if DROPOUT:
             visible = visible & kept
         acc = weigh(p, v, acc, visible, CAREFUL, PRECISION)
         m = m_new
+    return acc, m, l
+
+
+@triton.jit
+def absorb_visible(
+    acc, m, l, q, begin, end, tensors, rows, numbers, data, score, keep, classify, classify_coarse,  # noqa: E741
+    HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """The state after those of the key tiles begin .. end - 1 of which the mask shows something."""
+    i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g = rows
+    n_k = tensors[8]
+    chunk = begin
+    while chunk < end:
+        stop = tl.minimum(chunk + CHUNK, end)
+        last_column = tl.minimum(stop * BLOCK_N, n_k) - 1
+        live = classify_coarse(i0, i1, chunk * BLOCK_N, last_column, q_offset, k_offset, b, h0, h1, g, data)
+        if live != 0:
+            at = chunk
+            t = chunk + tl.arange(0, CHUNK)
+            high = tl.minimum(t * BLOCK_N + BLOCK_N, n_k) - 1
+            kind = classify(
+                i0, i1, t * BLOCK_N, high, q_offset, k_offset, b, h0, h1, g, data
+            ) + tl.zeros_like(t)
+            kind = tl.where(t * BLOCK_N + BLOCK_N > n_k, tl.minimum(kind, 1), kind)
+            kind = tl.where(t < stop, kind, 0)
+            while at < stop:
+                first = tl.min(tl.where((t >= at) & (kind != 0), t, stop), 0)
+                if TMA:
+                    inner = tl.min(tl.where((t >= first) & (kind != 1), t, stop), 0)
+                    outer = tl.min(tl.where((t >= inner) & (kind != 2), t, stop), 0)
+                    at = tl.min(tl.where((t >= outer) & (kind != 1), t, stop), 0)
+                    acc, m, l = absorb_run(  # noqa: E741
+                        acc, m, l, q, first, at, inner, outer, tensors, rows, numbers, data, score, keep,
+                        classify, "outer", False, True, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N,
+                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+                else:
+                    middle = tl.min(tl.where((t >= first) & (kind != 2), t, stop), 0)
+                    at = tl.min(tl.where((t >= middle) & (kind != 1), t, stop), 0)
+                    acc, m, l = absorb_run(  # noqa: E741
+                        acc, m, l, q, first, middle, 0, 0, tensors, rows, numbers, data, score, keep,
+                        classify, "none", False, True, HAS_TERMS, FUSED, DROPOUT, BLOCK_M,
+                        BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+                    acc, m, l = absorb_run(  # noqa: E741
+                        acc, m, l, q, middle, at, 0, 0, tensors, rows, numbers, data, score, keep,
+                        classify, "all", False, True, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N,
+                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+        chunk = stop
     return acc, m, l
 
 
@@ -262,47 +319,22 @@ def forward_tile(
     if CARE == "again":
         first, last = begin * BLOCK_N // CARE_N, tl.cdiv(tl.minimum(end * BLOCK_N, n_k), CARE_N)
         acc, m, l = absorb_run(  # noqa: E741
-            acc, m, l, q, first, last, tensors, here, numbers, data, score, keep, classify, True, True,
+            acc, m, l, q, first, last, 0, 0, tensors, here, numbers, data, score, keep, classify, "all", True,
             HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, CARE_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
             PRECISION, False)  # fmt: skip
     elif HAS_MASK:
-        chunk = begin
-        while chunk < end:
-            stop = tl.minimum(chunk + CHUNK, end)
-            last_column = tl.minimum(stop * BLOCK_N, n_k) - 1
-            live = classify_coarse(
-                i0, i1, chunk * BLOCK_N, last_column, q_offset, k_offset, b, h0, h1, g, data
-            )
-            if live != 0:
-                at = chunk
-                t = chunk + tl.arange(0, CHUNK)
-                high = tl.minimum(t * BLOCK_N + BLOCK_N, n_k) - 1
-                kind = classify(
-                    i0, i1, t * BLOCK_N, high, q_offset, k_offset, b, h0, h1, g, data
-                ) + tl.zeros_like(t)
-                kind = tl.where(t * BLOCK_N + BLOCK_N > n_k, tl.minimum(kind, 1), kind)
-                kind = tl.where(t < stop, kind, 0)
-                while at < stop:
-                    first = tl.min(tl.where((t >= at) & (kind != 0), t, stop), 0)
-                    middle = tl.min(tl.where((t >= first) & (kind != 2), t, stop), 0)
-                    at = tl.min(tl.where((t >= middle) & (kind != 1), t, stop), 0)
-                    acc, m, l = absorb_run(  # noqa: E741
-                        acc, m, l, q, first, middle, tensors, here, numbers, data, score, keep,
-                        classify, False, False, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M,
-                        BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
-                    acc, m, l = absorb_run(  # noqa: E741
-                        acc, m, l, q, middle, at, tensors, here, numbers, data, score, keep,
-                        classify, True, False, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N,
-                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
-            chunk = stop
+        acc, m, l = absorb_visible(  # noqa: E741
+            acc, m, l, q, begin, end, tensors, here, numbers, data, score, keep, classify, classify_coarse,
+            HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
+            TMA)  # fmt: skip
     else:
         middle = tl.maximum(tl.minimum(end, n_k // BLOCK_N), begin)
         acc, m, l = absorb_run(  # noqa: E741
-            acc, m, l, q, begin, middle, tensors, here, numbers, data, score, keep, classify, False, False,
+            acc, m, l, q, begin, middle, 0, 0, tensors, here, numbers, data, score, keep, classify, "none", False,
             HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
             PRECISION, TMA)  # fmt: skip
         acc, m, l = absorb_run(  # noqa: E741
-            acc, m, l, q, middle, end, tensors, here, numbers, data, score, keep, classify, True, False,
+            acc, m, l, q, middle, end, 0, 0, tensors, here, numbers, data, score, keep, classify, "all", False,
             HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
             PRECISION, TMA)  # fmt: skip
     # A weight of 0 times a hidden NaN is NaN. It is rare, and then the tile of rows is done again with care.
@@ -315,7 +347,7 @@ def forward_tile(
             l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
             acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
             acc, m, l = absorb_run(  # noqa: E741
-                acc, m, l, q, first, last, tensors, here, numbers, data, score, keep, classify, True, True,
+                acc, m, l, q, first, last, 0, 0, tensors, here, numbers, data, score, keep, classify, "all", True,
                 HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, CARE_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
                 PRECISION, False)  # fmt: skip
 

@@ -20,7 +20,7 @@ from tilewise.backends.triton.launch import (
     precision_of,
     tables,
 )
-from tilewise.backends.triton.layout import Slots, describe, fill
+from tilewise.backends.triton.layout import Slots, describe, fill, powers_of
 from tilewise.backends.triton.machine import machine_of
 from tilewise.backends.triton.source import Entry, argument_types
 from tilewise.problem import empty_in_order
@@ -142,10 +142,19 @@ def kind_of(problem: Problem, inputs: Inputs) -> tuple[object, ...]:
         inputs.seqused_k,
     )  # fmt: skip
     key += tuple(t.dtype if isinstance(t, torch.Tensor) else t is None for t in others)
+    if inputs.ints:
+        key += powers_of(problem.spec, inputs.ints)
     if inputs.leaves:
         leaves = inputs.leaves
         key += tuple((t.dtype, t.shape, t.stride(), t.data_ptr() & 15 == 0) for t in leaves)
     return key
+
+
+def slots_of(problem: Problem, inputs: Inputs) -> Slots | None:
+    """Slots of a call of this pass; None if a leaf cannot be read."""
+    s = problem.shape
+    lengths = (s.seqlen_q, s.seqlen_k) if problem.options.layout == "dense" else None
+    return describe(problem.spec, inputs.leaves, lengths, powers_of(problem.spec, inputs.ints))
 
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
@@ -153,7 +162,7 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
     kind = kind_of(problem, inputs)
     recipe = _recipes.get(kind)
     if recipe is None:
-        slots = describe(problem.spec, inputs.leaves)
+        slots = slots_of(problem, inputs)
         if slots is None:
             return None
         recipe = make_recipe(problem, inputs, slots)

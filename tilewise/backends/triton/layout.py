@@ -3,12 +3,13 @@
     per leaf: pointer, then per dimension (size, stride / step)     ints     floats     per table: pointer
 
 A leaf's layout class is part of what is printed: which dimension has stride 1, which dimensions do not move
-(size 1 or stride 0), and the step by which all other strides and the address are divisible, so that the
-compiler sees aligned, contiguous rows without specialising any integer.
+(size 1 or stride 0), the step by which all other strides and the address are divisible, and along which dimensions
+the leaf is as long as the call, so that the compiler sees aligned, contiguous rows without specialising any integer.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,11 +35,15 @@ _PAIRS = frozenset("ijqk")
 
 class LeafLayout(NamedTuple):
     """unit: the dimension with stride 1 (-1: none). still: dimensions whose index takes no part. step: what divides
-    the other strides, in elements."""
+    the other strides, in elements. covered: the dimensions indexed by the row or the column itself that have an element
+    for each; there no index has to be clamped, which would hide from the compiler that it counts up. A score's leaf
+    is covered in both or in none: a line of elements would be loaded ahead, after which ptxas for Hopper waits for
+    each product (C7515)."""
 
     unit: int
     still: tuple[int, ...]
     step: int
+    covered: tuple[int, ...] = ()
 
 
 class Table(NamedTuple):
@@ -57,6 +62,8 @@ class Slots(NamedTuple):
     floats_at: int
     tables: tuple[Table, ...]
     tables_at: int
+    powers: tuple[int, ...] = ()
+    """Scalars that divide integers and are powers of two: kernels shift and mask by them."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -73,8 +80,9 @@ class Slots(NamedTuple):
         return (*names, *(f"T{n}" for n in range(len(self.tables))))
 
 
-def layout_of(leaf: Tensor, pairwise: frozenset[int]) -> LeafLayout:
-    """The layout class; pairwise: dimensions indexed by something that moves within a tile."""
+def layout_of(leaf: Tensor, pairwise: frozenset[int], lengths: dict[int, int], fewest: int) -> LeafLayout:
+    """The layout class; pairwise: dimensions indexed by something that moves within a tile; lengths: how far dimensions
+    have to reach that are indexed by a row or a column itself; fewest: of them to be covered, or none is."""
     shape, strides = leaf.shape, leaf.stride()
     still = tuple(d for d in range(leaf.ndim) if d in pairwise and (shape[d] == 1 or strides[d] == 0))
     moving = [d for d in range(leaf.ndim) if d in pairwise and d not in still]
@@ -82,7 +90,12 @@ def layout_of(leaf: Tensor, pairwise: frozenset[int]) -> LeafLayout:
     step = max(16 // leaf.element_size(), 1)
     aligned = unit >= 0 and leaf.data_ptr() % 16 == 0
     aligned = aligned and all(s % step == 0 for d, s in enumerate(strides) if d != unit and d not in still)
-    return LeafLayout(unit, still, step if aligned else 1)
+    step = step if aligned else 1
+    covered = tuple(
+        d for d, length in lengths.items()
+        if d not in still and shape[d] >= length and not (d == unit and shape[d] % step)
+    )  # fmt: skip
+    return LeafLayout(unit, still, step, covered if len(covered) >= fewest else ())
 
 
 def pairwise_dims(spec: AttentionSpec) -> tuple[frozenset[int], ...]:
@@ -94,6 +107,33 @@ def pairwise_dims(spec: AttentionSpec) -> tuple[frozenset[int], ...]:
             if ex.variables(index) & _PAIRS or ex.loads(index):
                 found[int(site.value)].add(d)  # type: ignore[arg-type]
     return tuple(frozenset(f) for f in found)
+
+
+def plain_dims(spec: AttentionSpec) -> tuple[dict[int, str], ...]:
+    """For each leaf the dimensions whose index is `i`, or `j`, wherever the leaf is read."""
+    roots = [root for root in (spec.keep, spec.score) if root is not None]
+    found: list[dict[int, set[str]]] = [{} for _ in spec.leaves]
+    for site in ex.loads(*roots):
+        for d, index in enumerate(site.args):
+            name = str(index.value) if index.op == "var" else ""
+            found[int(site.value)].setdefault(d, set()).add(name)  # type: ignore[arg-type]
+    return tuple(
+        {d: next(iter(names)) for d, names in sorted(leaf.items()) if names in ({"i"}, {"j"})}
+        for leaf in found
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def divisors_of(spec: AttentionSpec) -> tuple[int, ...]:
+    """The integer scalars that the spec divides integers by."""
+    roots = [root for root in (spec.keep, spec.score) if root is not None]
+    nodes = [n for root in roots for n in ex.topological(root) if n.op in ("floordiv", "mod")]
+    return tuple(sorted({int(n.args[1].value) for n in nodes if n.args[1].op == "int_scalar"}))  # type: ignore[arg-type]
+
+
+def powers_of(spec: AttentionSpec, ints: Sequence[int]) -> tuple[int, ...]:
+    """Those of them that are powers of two in this call."""
+    return tuple(n for n in divisors_of(spec) if ints[n] > 0 and ints[n] & (ints[n] - 1) == 0)
 
 
 def tables_of(spec: AttentionSpec) -> tuple[Table, ...]:
@@ -115,17 +155,35 @@ def table_of(site: ex.Node) -> Table | None:
     return Table(int(site.value), pairs[0]) if direct else None  # type: ignore[arg-type]
 
 
-def describe(spec: AttentionSpec, leaves: Sequence[Tensor]) -> Slots | None:
-    """Slots of a call; None if a leaf has an element type that kernels do not read, or no elements."""
+def describe(
+    spec: AttentionSpec,
+    leaves: Sequence[Tensor],
+    lengths: tuple[int, int] | None = None,
+    powers: tuple[int, ...] = (),
+) -> Slots | None:
+    """Slots of a call; None if a leaf has an element type that kernels do not read, or no elements.
+
+    lengths: rows and columns of every sequence, where they are known; kernels then read what is as long by vectors.
+    powers: what `powers_of` finds, where kernels may know it.
+    """
     if any(leaf.dtype not in READABLE or leaf.numel() == 0 for leaf in leaves):
         return None
     at, where = 0, []
     for leaf in leaves:
         where.append(at)
         at += 1 + 2 * leaf.ndim
-    layouts = tuple(layout_of(leaf, p) for leaf, p in zip(leaves, pairwise_dims(spec), strict=True))
+    scored = {int(n.value) for n in ex.loads(spec.score)} if spec.score is not None else set()  # type: ignore[arg-type]
+    reach = {"i": lengths[0], "j": lengths[1]} if lengths else {}
+    layouts = tuple(
+        layout_of(
+            leaf, moving, {d: reach[name] for d, name in plain.items() if name in reach}, 1 + (n in scored)
+        )
+        for n, (leaf, moving, plain) in enumerate(
+            zip(leaves, pairwise_dims(spec), plain_dims(spec), strict=True)
+        )
+    )
     floats_at = at + spec.num_ints
-    return Slots(layouts, tuple(where), at, floats_at, tables_of(spec), floats_at + spec.num_floats)
+    return Slots(layouts, tuple(where), at, floats_at, tables_of(spec), floats_at + spec.num_floats, powers)
 
 
 def fill(

@@ -13,8 +13,16 @@ from torch import Tensor
 from tilewise.backends.triton.compile import Launcher
 from tilewise.backends.triton.direct import Direct
 from tilewise.backends.triton.launch import precision_of
-from tilewise.backends.triton.launch_forward import AT, FLAG, FORWARD, NOTES, Recipe, forward, make_recipe
-from tilewise.backends.triton.layout import describe
+from tilewise.backends.triton.launch_forward import (
+    AT,
+    FLAG,
+    FORWARD,
+    NOTES,
+    Recipe,
+    forward,
+    make_recipe,
+    slots_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +50,7 @@ def prepare(problem: Problem, inputs: Inputs) -> Prepared | None:
 
     None where such a call has more to do than one launch, and host time matters less.
     """
-    slots = describe(problem.spec, inputs.leaves)
+    slots = slots_of(problem, inputs)
     if slots is None or slots.tables or problem.spec.dropout or problem.options.layout != "dense":
         return None
     recipe = make_recipe(problem, inputs, slots)

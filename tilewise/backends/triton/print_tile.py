@@ -95,9 +95,17 @@ class TilePrinter:
                 if node.op == "floordiv"
                 else f"{a[0]} & {2 ** shift_of(node) - 1}"
             )
+        if self.power_of(node):
+            return f"{a[0]} >> exponent({a[1]})" if node.op == "floordiv" else f"{a[0]} & ({a[1]} - 1)"
         if node.op in _BY_TYPE:
             return f"{_BY_TYPE[node.op][node.args[0].type]}({a[0]}, {a[1]})"
         return f"{_CALLS[node.op]}({', '.join(a)})"
+
+    def power_of(self, node: Node) -> bool:
+        """Whether a node divides an integer by a scalar that is a power of two in this call."""
+        if node.op not in ("floordiv", "mod") or node.args[0].type != "int":
+            return False
+        return node.args[1].op == "int_scalar" and node.args[1].value in self.slots.powers
 
     # ---- leaves ----------------------------------------------------------------------------------------------
 
@@ -128,8 +136,21 @@ class TilePrinter:
         return base + unit
 
     def load(self, node: Node, a: list[str]) -> str:
-        indices = [self.index(node, d, name) for d, name in enumerate(a)]
-        return as_kind(f"tl.load({self.address(node, indices)})", node.type)
+        """A leaf's element; rows and columns past the end of a leaf that is as long as the call read 0."""
+        slot = int(node.value)  # type: ignore[arg-type]
+        layout = self.slots.leaves[slot]
+        indices = [name if d in layout.covered else self.index(node, d, name) for d, name in enumerate(a)]
+        address = self.address(node, indices)
+        terms = [self._within(slot, d, a[d]) for d in layout.covered]
+        text = f"load_where({address}, {' & '.join(terms)})" if terms else f"tl.load({address})"
+        return as_kind(text, node.type)
+
+    def _within(self, slot: int, d: int, name: str) -> str:
+        """Whether an index is inside, one bit for each vector of `step` elements."""
+        layout, size = self.slots.leaves[slot], self._slot(self.slots.leaf_at[slot] + 1 + 2 * d)
+        if d == layout.unit and layout.step > 1:
+            return f"({name} // {layout.step} < {size} // {layout.step})"
+        return f"({name} < {size})"
 
 
 def shift_of(node: Node) -> int | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tilewise import tuning
+from tilewise.spec import expression as ex
 
 if TYPE_CHECKING:
     from tilewise.backends.triton.machine import Machine
@@ -111,10 +112,26 @@ def _narrow(problem: Problem, d: int, dv: int, block_m: int, machine: Machine) -
     if machine.arch < 90:
         return Tiles(block_m, 64, 8 if block_m == 128 and widest > 64 else 4, 3)
     if widest > 64:
-        # Two programs of 64 rows share a multiprocessor, and one computes while the other waits.
+        # Two programs of 64 rows share a multiprocessor, and one computes while the other waits; with three stages
+        # they fit exactly, so where more than keys and values goes through shared memory, there are two.
+        return Tiles(min(block_m, 64), 64, 4, 2 if _stages_more(problem) else 3)
+    if _reads(problem):
+        # A line with an element for each thread gets a layout of its own, and then Triton 3.6 moves the scores to it.
         return Tiles(min(block_m, 64), 64, 4, 3)
     plain = problem.spec.keep is None and problem.spec.score is None
     return Tiles(min(block_m, 64), 128, 4, 2 if plain else 3)
+
+
+def _stages_more(problem: Problem) -> bool:
+    """Whether a leaf with an element for each pair is read, or dropout's words are exchanged among threads."""
+    return problem.spec.dropout or _reads(problem) > 1
+
+
+def _reads(problem: Problem) -> int:
+    """Indices that move within a tile, of the leaf that has most of them: 2 for an element per pair, 1 for a line."""
+    roots = [root for root in (problem.spec.keep, problem.spec.score) if root is not None]
+    moving = (sum(bool(ex.variables(a) & set("ijqk")) for a in site.args) for site in ex.loads(*roots))
+    return max(moving, default=0)
 
 
 def _idle(problem: Problem, rows: int, machine: Machine) -> bool:

@@ -20,6 +20,12 @@ def inside(index, size):
 
 
 @triton.jit
+def exponent(power):
+    """n of the int32 number 2 ** n."""
+    return (power.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@triton.jit
 def floordiv_int(a, b):
     """a // b rounded down, int32; 0 where b is 0."""
     # INT_MIN / -1 overflows in the division itself, so -1 is taken out as 0 is.
