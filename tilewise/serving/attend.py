@@ -144,7 +144,9 @@ def attention_with_cache(
     lse: Tensor | None
     if shared_prefix:
         debug = books is not None and books.debug
-        result, lse = attend_cascade(view, q, edges_q, shared_prefix, spec, options, (dropout, seed), debug)
+        result, lse = attend_cascade(
+            view, q, edges_q, shared_prefix, spec, options, (dropout, seed), debug=debug
+        )
     else:
         if q is not given_q and (q.stride() != given_q.stride() or type(q) is not type(given_q)):
             kind = None  # the turned queries lie otherwise

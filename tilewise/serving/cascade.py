@@ -29,7 +29,7 @@ FARTHEST = 2**30
 
 def attend_cascade(
     view: CacheView, q: Tensor, cu_seqlens_q: Tensor | None, prefix: int, spec: tuple[Any, Any, Any],
-    options: tuple[Any, ...], random: tuple[float, Any], debug: bool = False,
+    options: tuple[Any, ...], random: tuple[float, Any], *, debug: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) where the first `prefix` keys of every sequence are the pages of the first; as `attend_view`.
 
