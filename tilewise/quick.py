@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from tilewise.dispatch import choose, registry
-from tilewise.ops import Attention, Numbers, apply
+from tilewise.ops import Attention, Numbers
 from tilewise.problem import decode_inputs, decode_problem, is_lazy
 from tilewise.spec.masks import as_mask
 from tilewise.spec.scores import ScoreTerm, as_terms
@@ -37,6 +37,25 @@ is_autocast_enabled = torch.is_autocast_enabled
 is_grad_enabled = torch.is_grad_enabled
 transforms_active = torch._C._are_functorch_transforms_active
 len_dispatch_stack = torch._C._len_torch_dispatch_stack
+
+
+class Known(torch.autograd.Function):
+    """`ops.Attention` of a call that a backend has prepared for, where no transform and no forward mode is active: the
+    context is filled on the way, which saves a call of Python."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: Numbers, seed: None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = numbers.run(*tensors[:3], tensors[3:], True)  # type: ignore[misc]
+        ctx.numbers = numbers
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(seed, out, lse, *tensors)
+        return out, lse  # type: ignore[return-value]
+
+    backward = staticmethod(Attention.backward)
+
+
+# Without a transform's binding of arguments (`ops.apply`).
+apply = super(torch.autograd.Function, Known).apply  # type: ignore[misc]
 
 
 class Ready(NamedTuple):
@@ -93,8 +112,12 @@ def key_of(
         spec = _spec_key(mask, scores, sink, extra)
         if spec is None:
             return None, ()
+    try:
+        layout = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
+    except RuntimeError:  # what has no strides is refused on the long way
+        return None, ()
     key = (
-        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
+        *layout, q.dtype, k.dtype, v.dtype,
         device, spec, options, type(options[1]), type(options[2]), type(options[3]), registry.version,
     )  # fmt: skip
     return key, extra
@@ -137,7 +160,7 @@ def run(
         or v.requires_grad
         or (extra and any([t.requires_grad for t in extra]))
     ):
-        out, lse = apply(Attention, found.numbers, None, q, k, v, *extra)
+        out, lse = apply(found.numbers, None, q, k, v, *extra)
     else:
         out, lse = found.run(q, k, v, extra, return_lse)
     return (out, lse) if return_lse else out
