@@ -65,6 +65,29 @@ both = {**call, "block_table": table.expand(2, 64), "seqused_k": torch.tensor([6
 pair = attend_pages(q.expand(2, 2, 2, 16), k, v, backend="triton", batch_invariant=True, **both)[0]
 found["invariant"] = bool((pair[0] == invariant[0]).all())
 
+# Shares: without a mask programs share the keys of all units evenly; units are whole, cut once, and cut often, and one
+# sequence has no keys. What is not used holds NaN.
+def shared(size, padded, rows):
+    lengths, most = [300, 0, 1, 500], 512 - 512 % size
+    k, v = (torch.full((4 * most // size + 3, 2, size, 16), float("nan")) for _ in "kv")
+    table = torch.randperm(k.shape[0])[: 4 * most // size].reshape(4, -1).int()
+    for b, length in enumerate(lengths):
+        for n in range(length):
+            k[table[b, n // size], :, n % size] = torch.randn(2, 16)
+            v[table[b, n // size], :, n % size] = torch.randn(2, 16)
+    call = dict(seqused_k=torch.tensor(lengths).int(), sink=torch.randn(4), block_table=table)
+    if padded:
+        call |= dict(leftpad_k=torch.tensor([70, 0, 0, 9]).int(), seqused_q=torch.tensor([rows, 1, 0, rows]).int())
+    q = torch.randn(4, 4, rows, 16)
+    (out, lse), (truth, lse_truth) = (attend_pages(q, k, v, backend=b, **call) for b in ("triton", "blockwise"))
+    seen = lse_truth > -torch.inf
+    return max(float((out - truth).abs().max()), float((lse - lse_truth)[seen].abs().max()),
+               float((seen != (lse > -torch.inf)).sum()))
+from tilewise.backends.triton import decode_plan, launch_decode
+decode_plan.STREAMS, made = True, len(launch_decode._recipes)
+found["shared"] = [shared(16, False, 1), shared(512, True, 2), shared(12, True, 1)]
+found["programs"] = [recipe.plan.programs for recipe in list(launch_decode._recipes.values())[made:]]
+
 # Appending: every kind of rotation and place, bit by bit the reference's.
 def append(packed, rotation, interleaved, given):
     lengths, table = torch.tensor([0, 7, 11]).int(), torch.randperm(60)[:36].reshape(3, 12).int()
@@ -106,6 +129,11 @@ def test_interpreter_agrees_with_float64_within_the_budgets(name, interpreted):
 
 def test_splits_of_the_keys_are_merged_by_the_last_of_them(interpreted):
     assert interpreted["plan"] > 1 and interpreted["splits"] < 1e-5
+
+
+def test_programs_share_the_keys_of_all_sequences(interpreted):
+    assert max(interpreted["shared"]) < 1e-5
+    assert interpreted["programs"] == [8] * 3
 
 
 def test_invariant_calls_give_the_bits_of_a_sequence_alone(interpreted):
