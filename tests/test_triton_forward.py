@@ -68,6 +68,12 @@ ids = (torch.arange(300) // 70)[None].to(torch.int32)
 q, k = (torch.randn(1, 4, 300, 16).half() for _ in range(2))
 gap = tw.causal() & (tw.window(64, 0) | tw.prefix(70))
 bias = tw.bias(torch.randn(1, 4, 300, 300).half())
+found["divisors"] = []
+for by in (1, 2, 3, 7, 64, 1000, 2**30, 2**31 - 1, 0, -1, -5):
+    parts = tw.custom(lambda q, k: ((q - k) * 40000000 % by < 20) | ((k - q) * 29999999 // by % 3 == 1))
+    ran = [tw.attention(q[:, :, :70], k[:, :, :70], k[:, :, :70], mask=parts, backend=name).float()
+           for name in ("triton", "blockwise")]
+    found["divisors"].append(float((ran[0] - ran[1]).abs().max()))
 found["descriptors"] = []
 for options in ({"mask": tw.causal() & tw.document(ids)}, {"mask": gap}, {"scores": bias, "mask": tw.chunk(96)}):
     ran = [tw.attention(q, k, k, backend=name, **options).float() for name in ("triton", "blockwise")]
@@ -101,6 +107,10 @@ def test_a_tall_tile_that_met_a_hidden_nan_is_done_again(interpreted):
 
 def test_negative_numbers_divide_by_shifts_as_they_should(interpreted):
     assert interpreted["shifts"][0] < 1e-2
+
+
+def test_numbers_of_a_call_divide_exactly(interpreted):
+    assert max(interpreted["divisors"]) < 1e-2
 
 
 def test_runs_of_tiles_by_descriptors_fold_masks_where_they_should(interpreted):
@@ -269,7 +279,7 @@ def test_powers_of_two_divide_by_shifts():
     assert "mod_int(" in _text(tw.custom(lambda q, k: (q - k) % 3 == 0), ())
 
 
-@pytest.mark.parametrize("size, word", [(8, "exponent("), (6, "floordiv_int(")])
+@pytest.mark.parametrize("size, word", [(8, "exponent("), (6, "floordiv_by(")])
 def test_numbers_of_a_call_that_are_powers_of_two_divide_by_shifts(size, word):
     assert word in _function(_text(tw.chunk(size), ()), "keep")
 

@@ -62,8 +62,9 @@ class Slots(NamedTuple):
     floats_at: int
     tables: tuple[Table, ...]
     tables_at: int
-    powers: tuple[int, ...] = ()
-    """Scalars that divide integers and are powers of two: kernels shift and mask by them."""
+    powers: tuple[int, ...] | None = None
+    """Scalars that divide integers and are powers of two: kernels shift and mask by them, and divide by others with a
+    product; None where the kernels divide in the ordinary way."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -159,7 +160,7 @@ def describe(
     spec: AttentionSpec,
     leaves: Sequence[Tensor],
     lengths: tuple[int, int] | None = None,
-    powers: tuple[int, ...] = (),
+    powers: tuple[int, ...] | None = None,
 ) -> Slots | None:
     """Slots of a call; None if a leaf has an element type that kernels do not read, or no elements.
 

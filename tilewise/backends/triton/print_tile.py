@@ -95,17 +95,13 @@ class TilePrinter:
                 if node.op == "floordiv"
                 else f"{a[0]} & {2 ** shift_of(node) - 1}"
             )
-        if self.power_of(node):
+        if divides_by_scalar(node) and self.slots.powers is not None:
+            if node.args[1].value not in self.slots.powers:
+                return f"{node.op}_by({a[0]}, {a[1]})"
             return f"{a[0]} >> exponent({a[1]})" if node.op == "floordiv" else f"{a[0]} & ({a[1]} - 1)"
         if node.op in _BY_TYPE:
             return f"{_BY_TYPE[node.op][node.args[0].type]}({a[0]}, {a[1]})"
         return f"{_CALLS[node.op]}({', '.join(a)})"
-
-    def power_of(self, node: Node) -> bool:
-        """Whether a node divides an integer by a scalar that is a power of two in this call."""
-        if node.op not in ("floordiv", "mod") or node.args[0].type != "int":
-            return False
-        return node.args[1].op == "int_scalar" and node.args[1].value in self.slots.powers
 
     # ---- leaves ----------------------------------------------------------------------------------------------
 
@@ -159,6 +155,11 @@ def shift_of(node: Node) -> int | None:
         return None
     by = int(node.args[1].value)  # type: ignore[arg-type]
     return by.bit_length() - 1 if by > 0 and by & (by - 1) == 0 else None
+
+
+def divides_by_scalar(node: Node) -> bool:
+    """Whether a node divides an integer by a number of the call, or takes the rest."""
+    return node.op in ("floordiv", "mod") and node.args[0].type == "int" and node.args[1].op == "int_scalar"
 
 
 def as_kind(text: str, kind: str) -> str:

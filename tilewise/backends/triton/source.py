@@ -137,8 +137,8 @@ def argument_types(entry: Entry, slots: Slots) -> dict[str, str]:
 def print_module(spec: AttentionSpec, slots: Slots, entries: tuple[Entry, ...]) -> str:
     """Text of the module of a spec, a layout of its leaves and a set of kernels."""
     words = (
-        "INT_MAX, INT_MIN, divide_interval, exponent, floordiv_float, floordiv_int, inside, load_where,\n"
-        "    magnitude_interval, maximum_float, minimum_float, mod_float, mod_int, mod_interval,\n"
+        "INT_MAX, INT_MIN, divide_interval, exponent, floordiv_by, floordiv_float, floordiv_int, inside,\n"
+        "    load_where, magnitude_interval, maximum_float, minimum_float, mod_by, mod_float, mod_int, mod_interval,\n"
         "    multiply_interval, select_interval, tanh, whole_if_wild,"
     )
     imports = "".join(f"from {e.module} import {e.program}\n" for e in entries)

@@ -44,6 +44,33 @@ def mod_int(a, b):
 
 
 @triton.jit
+def floordiv_by(a, b):
+    """floordiv_int by one number b for all of a: where b > 0 a product and shifts, exact for int32.
+
+    2^n >= b > 2^(n-1), m = floor(2^(31+n) / b) + 1 < 2^32: then x // b = x * m >> 31 + n for 0 <= x < 2^31. A negative
+    a is divided as -1 - (-1 - a) // b. Source: Granlund and Montgomery, "Division by invariant integers using
+    multiplication", PLDI 1994, theorem 4.2.
+    """
+    if b > 0:
+        wide = b.to(tl.int64)
+        bits = (2 * wide - 1).to(tl.float64).to(tl.int64, bitcast=True)
+        n = ((bits >> 52) - 1023).to(tl.int32)
+        m = ((tl.full((), 1, tl.int64) << (31 + n)) // wide + 1).to(tl.uint32)
+        sign = a >> 31
+        x = (a ^ sign).to(tl.uint32)
+        quotient = (tl.umulhi(x << 1, m + tl.zeros_like(x)) >> n.to(tl.uint32)).to(tl.int32) ^ sign
+    else:
+        quotient = floordiv_int(a, b)
+    return quotient
+
+
+@triton.jit
+def mod_by(a, b):
+    """mod_int by one number b for all of a."""
+    return tl.where(b == 0, 0, a - floordiv_by(a, b) * b)
+
+
+@triton.jit
 def floordiv_float(a, b):
     """floor(a / b), float32."""
     return tl.floor(tl.div_rn(a, b))
