@@ -32,9 +32,9 @@ KINDS = {
 }
 
 
-WORDS_A_TILE = 32
-"""Bytes that kernels of three warpgroups may spill: 32 registers are left for the producer, and what does not fit is
-written and read once a tile, outside every loop over keys."""
+WORDS_A_TILE = {2: 32, 3: 80}
+"""Bytes that kernels of two and three warpgroups may spill: few registers are left for the producer, and what does not
+fit is written and read once a tile, outside every loop over keys."""
 
 
 def _sound(facts, spilled: int = 0) -> None:
@@ -46,12 +46,12 @@ def _sound(facts, spilled: int = 0) -> None:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_causal_kernels_keep_their_registers(pair):
-    _sound(compile_forward(pair, tw.causal()), WORDS_A_TILE if pair == (64, 64) else 0)
+    _sound(compile_forward(pair, tw.causal()), WORDS_A_TILE[3 if pair == (64, 64) else 2])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_calls_keep_their_registers(kind):
-    _sound(KINDS[kind](), WORDS_A_TILE if kind == "sink" else 0)
+    _sound(KINDS[kind](), WORDS_A_TILE[3 if kind == "sink" else 2])
 
 
 def test_a_printed_module_holds_the_spec_and_the_roles():
@@ -64,9 +64,12 @@ def test_a_printed_module_holds_the_spec_and_the_roles():
     for role in (
         "def producer(",
         "def consumer(",
-        "def keep(",
-        "def classify(",
-        "def score(",
+        "def row_parts(",
+        "def scores(",
+        "def limits(",
+        "def sees(",
+        "def kinds(",
+        "def reach(",
         "def forward(",
     ):
         assert text.count(role) == 1

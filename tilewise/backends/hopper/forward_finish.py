@@ -12,21 +12,20 @@ LN = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def close_rows(m, l, h_rows, alive, sink_ptr, FUSED: gl.constexpr, SINK: gl.constexpr):  # noqa: E741
+def close_rows(m, l, h_rows, alive, sink_ptr, SINK: gl.constexpr):  # noqa: E741
     """(lse, what acc is multiplied by), the sink merged once; -inf and 0 for a row that saw no key.
 
-    FUSED: m is in units of which weights are powers of two, else natural.
+    m is in units of which weights are powers of two.
     """
     if SINK:
-        top = m if FUSED else gl.maximum(m * LOG2, LOWEST)
         logit = gl.load(sink_ptr + h_rows, mask=alive, other=0.0).to(gl.float32) * LOG2
-        both = gl.maximum(top, logit)
-        weight = gl.exp2(top - both)
+        both = gl.maximum(m, logit)
+        weight = gl.exp2(m - both)
         l = gl.fma(l, weight, gl.exp2(logit - both))  # noqa: E741
         base = both * LN
     else:
         weight = gl.full_like(l, 1.0)
-        base = m * LN if FUSED else m
+        base = m * LN
     empty = l == 0.0
     lse = gl.where(empty, float("-inf"), base + gl.log2(l) * LN)
     return lse, gl.where(empty, 0.0, weight / gl.where(empty, 1.0, l))

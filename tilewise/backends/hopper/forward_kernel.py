@@ -20,8 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.backends.hopper.forward_finish import (
-    LN,
-    LOG2,
     LOWEST,
     close_rows,
     is_broken,
@@ -30,8 +28,8 @@ from tilewise.backends.hopper.forward_finish import (
 )
 from tilewise.backends.hopper.forward_place import lines_of, notes, offset_of, place
 from tilewise.backends.hopper.forward_state import add_values, raise_top, scores_of, settle, top_of, weigh
-from tilewise.backends.hopper.plain import classify, keep, score
-from tilewise.backends.hopper.rings import barriers, get, hidden, load_tile, put, rescale, slots_of
+from tilewise.backends.hopper.plain import BELOW, LINES, OTHER, kinds, limits, reach, row_parts, scores, sees
+from tilewise.backends.hopper.rings import barriers, cut, get, here, hidden, load_tile, put, rescale, slots_of
 
 BLOCKS = gl.constexpr(32)
 """Key blocks classified at once: one a lane."""
@@ -46,12 +44,12 @@ GROWTH = gl.constexpr(8.0)
 
 
 @gluon.jit
-def codes_of(chunk, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, group, data, NWG: gl.constexpr,
+def codes_of(top, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, group, data, NWG: gl.constexpr,
              BN: gl.constexpr, PACK: gl.constexpr):  # fmt: skip
-    """A number for each of 32 key blocks: -1 if it is EMPTY for all rows, else the block << 7, and for warpgroup w
-    bit 1 + w unless it is FULL and bit 4 + w if it is EMPTY."""
+    """A number for each of the 32 key blocks below `top`: -1 if it is EMPTY for all rows, else the block << 10, and for
+    warpgroup w bit 1 + w if it is EMPTY, bit 4 + w and 7 + w unless a condition of the mask is FULL."""
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    block = chunk * BLOCKS + gl.arange(0, BLOCKS, layout=lanes)
+    block = top - BLOCKS + gl.arange(0, BLOCKS, layout=lanes)
     j0 = block * BN
     j1 = gl.minimum(j0 + BN, n_k) - 1
     if PACK > 1:
@@ -60,33 +58,50 @@ def codes_of(chunk, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, gro
     else:
         g = head // group
         h0, h1 = head, head
-    code = block << 7
+    code = block << 10
     seen = block < 0
     # One copy of the printed code: the producer has few registers.
     for w in range(hidden(NWG)):
         row = tile * (64 * NWG) + w * 64
         i0 = row // PACK
         i1 = gl.minimum((row + 63) // PACK, n_q - 1)
-        kind = classify(gl.minimum(i0, i1), i1, j0, j1, q_offset, k_offset, b, h0, h1, g, data)
-        kind = gl.where((block < end) & (i0 < n_q), kind, 0)
-        code |= ((kind < 2) | (j0 + BN > n_k)).to(gl.int32) << (1 + w)
-        code |= (kind == 0).to(gl.int32) << (4 + w)
-        seen |= kind > 0
+        kind = kinds(gl.minimum(i0, i1), i1, j0, j1, q_offset, k_offset, b, h0, h1, g, data)
+        kind = gl.where((block < end) & (i0 < n_q), kind, kind & -2)
+        code |= ((kind & 1) ^ 1) << (1 + w)
+        code |= ((kind >> 1) & 1) << (4 + w)
+        code |= ((kind >> 2) & 1) << (7 + w)
+        seen |= (kind & 1) != 0
     return gl.where(seen & (block >= begin), code, -1)
 
 
 @gluon.jit
-def next_code(j, chunk, codes, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, group, data,
+def next_code(j, top, codes, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, group, data,
               NWG: gl.constexpr, BN: gl.constexpr, PACK: gl.constexpr):  # fmt: skip
-    """The code of the last block below j that some row sees, -1 if there is none; and the chunk it was found in."""
-    found = gl.max(gl.where((codes >> 7) < j, codes, -1), 0)
-    while (found < 0) & (chunk * BLOCKS > begin):
-        chunk -= 1
+    """The code of the last block below j that some row sees, or -1; and the end of the 32 blocks it was found in."""
+    found = gl.max(gl.where((codes >> 10) < j, codes, -1), 0)
+    while (found < 0) & (top - BLOCKS > begin):
+        top -= BLOCKS
         codes = codes_of(
-            chunk, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, group, data, NWG, BN, PACK
+            top, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, group, data, NWG, BN, PACK
         )
         found = gl.max(codes, 0)
-    return found, chunk, codes
+    return found, top, codes
+
+
+@gluon.jit
+def seen_blocks(begin, end, b, head, tile, n_q, q_offset, k_offset, group, data, NWG: gl.constexpr, BN: gl.constexpr,
+                PACK: gl.constexpr):  # fmt: skip
+    """begin and end narrowed to the key blocks that the comparisons of the mask leave to the rows of a tile."""
+    if PACK > 1:
+        g = head
+        h0, h1 = head * PACK, head * PACK + (PACK - 1)
+    else:
+        g = head // group
+        h0, h1 = head, head
+    i0 = tile * (64 * NWG) // PACK
+    i1 = gl.minimum((tile * (64 * NWG) + 64 * NWG - 1) // PACK, n_q - 1)
+    low, high = reach(i0, i1, q_offset, k_offset, b, h0, h1, g, data)
+    return gl.maximum(begin, gl.maximum(low, 0) // BN), gl.minimum(end, (gl.maximum(high, -1) + BN) // BN)
 
 
 @gluon.jit
@@ -119,19 +134,24 @@ def producer(
             each = gl.where(split_tiles > 0, split_tiles, gl.cdiv(blocks, sizes[6]))
             begin = split * each
             end = gl.minimum(begin + each, blocks)
+            none = begin
+            if LINES:
+                begin, end = seen_blocks(
+                    begin, end, b, head, tile, n_q, q_pos, k_pos, group, data, NWG, BN, PACK
+                )
             codes = gl.full([BLOCKS], -1, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-            chunk = gl.cdiv(end, BLOCKS)
+            top = end + BLOCKS
             code = -1
             below = end
             fresh = True
             going = True
             while going:
-                follow, chunk, codes = next_code(
-                    below, chunk, codes, begin, end, b, head, tile, n_q, n_k, q_pos, k_pos, group, data, NWG, BN,
+                follow, top, codes = next_code(
+                    below, top, codes, begin, end, b, head, tile, n_q, n_k, q_pos, k_pos, group, data, NWG, BN,
                     PACK)  # fmt: skip
                 if code < 0:
                     # The first round finds the first block. A tile without keys is one block of which nothing is seen.
-                    code = gl.where(follow < 0, (begin << 7) | 14, follow)
+                    code = gl.where(follow < 0, (none << 10) | (63 << 4), follow)
                 else:
                     going = follow >= 0
                     if follow < 0:
@@ -139,7 +159,7 @@ def producer(
                     st = it % ST
                     mbarrier.wait(k_empty.index(st), ((it // ST) & 1) ^ 1)
                     put(code_s, st, code | (follow < 0).to(gl.int32))
-                    n = key0 + (code >> 7) * BN
+                    n = key0 + (code >> 10) * BN
                     load_tile(
                         k_desc,
                         k_desc2,
@@ -179,7 +199,7 @@ def producer(
                     v_b, v_g, v_n = tb, g, n
                     it += 1
                     code = follow
-                below = code >> 7
+                below = code >> 10
             ti += 1
         else:
             raw = gl.atomic_add(counter_ptr, 1, sem="relaxed")
@@ -203,32 +223,40 @@ def producer(
 
 
 @gluon.jit
-def fold(s, code, w: gl.constexpr, rows, h, b, g, n_k, q_offset, k_offset, scale, data, FIRST: gl.constexpr,
-         HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr, FUSED: gl.constexpr, BN: gl.constexpr,
-         SL: gl.constexpr):  # fmt: skip
-    """The score tile after terms and, unless all of it is seen, the mask. FUSED: not yet scaled."""
+def fold(s, code, w: gl.constexpr, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data,
+         FIRST: gl.constexpr, FUSED: gl.constexpr, BN: gl.constexpr, SL: gl.constexpr):  # fmt: skip
+    """(u, rate, shift) of a tile of products: u * rate + shift is its score in powers of two, -inf where hidden."""
+    j0 = (code >> 10) * BN
+    k0 = j0 + k_offset
+    j = (j0 + gl.arange(0, BN, layout=gl.SliceLayout(0, SL)))[None, :]
     i = rows[:, None]
-    j = ((code >> 7) * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, SL)))[None, :]
-    if not FUSED:
-        s = s * scale
-    if HAS_TERMS:
-        s = score(s, i, j, i + q_offset, j + k_offset, b, h, g, data)
-    # Without a mask only the last keys may be cut, and they come first.
-    if FIRST or HAS_MASK:
-        if ((code >> (1 + w)) & 1) != 0:
-            seen = j < n_k
-            if HAS_MASK:
-                seen = keep(s, i, j, i + q_offset, j + k_offset, b, h, g, data) & seen
-            s = gl.where(seen, s, float("-inf"))
-    return s
+    u, rate, shift = scores(s, parts, i, j, i + q_offset, j + k_offset, j0, k0, b, h, g, scale, FUSED, data)
+    shift = gl.zeros([64, 1], gl.float32, SL) + shift
+    if LINES or FIRST:
+        cuts = False
+        if LINES:
+            cuts = ((code >> (4 + w)) & 1) != 0
+        # The last keys, which may be missing, come first.
+        if FIRST:
+            cuts |= j0 + BN > n_k
+        if cuts:
+            i = here(rows)[:, None]
+            first, last = limits(i, i + q_offset, n_k, k_offset, b, h, g, data)
+            u = cut(u, first - j0, last - j0, BELOW, BN // 2)
+    if OTHER:
+        if ((code >> (7 + w)) & 1) != 0:
+            i = here(rows)[:, None]
+            seen = sees(s, parts, i, j, i + q_offset, j + k_offset, j0, k0, b, h, g, scale, data)
+            u = gl.where(seen, u, float("-inf"))
+    return u, rate, gl.max(shift, 1)
 
 
 @gluon.jit
 def consumer(
     w: gl.constexpr, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_s, o_s2, tile_s, code_s, q_full, q_empty,
     k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr, strides, offsets,
-    group, seqlen_q, seqlen_k, size_dv, scale, data, HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr,
-    FUSED: gl.constexpr, NWG: gl.constexpr, BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr,
+    group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED: gl.constexpr, NWG: gl.constexpr,
+    BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr,
     E1: gl.constexpr, ST: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, Q_OFFSET: gl.constexpr,
     K_OFFSET: gl.constexpr, SINK: gl.constexpr, CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr,
     ORDER: gl.constexpr, LAZY: gl.constexpr,
@@ -254,9 +282,6 @@ def consumer(
     o_s0, o_b, o_h, o_n, l_s, l_b, l_h = strides
     q = q_s.index(w).reshape([64, D0])
     q2 = q_s2.index(w).reshape([64, D1 if D1 > 0 else D0])
-    scale2 = scale * LOG2 if FUSED else scale
-    LIMIT: gl.constexpr = GROWTH if FUSED else GROWTH * LN
-    RATE: gl.constexpr = 1.0 if FUSED else LOG2
     it = 0
     ti = 0
     mbarrier.wait(tile_full.index(0), 0)
@@ -272,13 +297,14 @@ def consumer(
         k_offset = offset_of(k_offset0, k_offset_ptr, b, 0, K_OFFSET)
         rows, h_rows = lines_of(head, tile, w, NWG, PACK, RL)
         h = h_rows[:, None] if PACK > 1 else head
+        parts = row_parts(rows[:, None], rows[:, None] + q_offset, b, h, g, scale, data)
 
         # ---- the first block of which this warpgroup sees anything ----
         mbarrier.wait(q_full.index(w), ti & 1)
         st = it % ST
         mbarrier.wait(k_full.index(st), (it // ST) & 1)
         code = get(code_s, st)
-        while ((code >> (4 + w)) & (code ^ 1) & 1) != 0:
+        while ((code >> (1 + w)) & (code ^ 1) & 1) != 0:
             mbarrier.arrive(k_empty.index(st), count=1)
             mbarrier.wait(v_full.index(st), (it // ST) & 1)
             mbarrier.arrive(v_empty.index(st), count=1)
@@ -289,12 +315,11 @@ def consumer(
         s = scores_of(q, q2, k_s, k_s2, st, BN, D0, D1, SL)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(st), count=1)
-        s = fold(
-            s, code, w, rows, h, b, g, n_k, q_offset, k_offset, scale, data, True, HAS_MASK, HAS_TERMS, FUSED, BN,
-            SL)  # fmt: skip
+        s, rate, shift = fold(
+            s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, True, FUSED, BN, SL)  # fmt: skip
         # A finite maximum, so that -inf minus it is -inf in rows that see nothing.
-        m = gl.maximum(top_of(s, scale2, FUSED), LOWEST)
-        p = weigh(s, m, scale2, FUSED)
+        m = gl.maximum(top_of(s, rate, shift), LOWEST)
+        p = weigh(s, m, rate, shift)
         l = gl.sum(p, 1)  # noqa: E741
         weights = p.to(dt)
         acc = gl.zeros([64, E0], gl.float32, OL)
@@ -323,13 +348,13 @@ def consumer(
             else:
                 s = warpgroup_mma_wait(AHEAD, deps=(s,))
             mbarrier.arrive(k_empty.index(st), count=1)
-            s = fold(
-                s, code, w, rows, h, b, g, n_k, q_offset, k_offset, scale, data, False, HAS_MASK, HAS_TERMS, FUSED, BN,
+            s, rate, shift = fold(
+                s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, False, FUSED, BN,
                 SL)  # fmt: skip
-            top = top_of(s, scale2, FUSED)
-            m, alpha = raise_top(m, top, LIMIT, RATE, LAZY)
+            top = top_of(s, rate, shift)
+            m, alpha = raise_top(m, top, GROWTH, LAZY)
             if ORDER == 5:
-                p = weigh(s, m, scale2, FUSED)
+                p = weigh(s, m, rate, shift)
                 l = gl.fma(l, alpha, gl.sum(p, 1))  # noqa: E741
             if ORDER > 0:
                 ahead = it + 1
@@ -341,7 +366,7 @@ def consumer(
                 acc2 = rescale(acc2, gl.convert_layout(alpha, RO2), LAZY, E1 // 2)
             acc = rescale(acc, gl.convert_layout(alpha, RO), LAZY, E0 // 2)
             if ORDER != 5:
-                p = weigh(s, m, scale2, FUSED)
+                p = weigh(s, m, rate, shift)
                 l = gl.fma(l, alpha, gl.sum(p, 1))  # noqa: E741
             weights = p.to(dt)
         if not SHARED_OUT:
@@ -359,7 +384,7 @@ def consumer(
         mbarrier.arrive(tile_empty.index(slot), count=1)
         rows, h_rows = lines_of(head, tile, w, NWG, PACK, RL)
         alive = rows < n_q
-        lse, inverse = close_rows(m, l, h_rows, alive, sink_ptr, FUSED, SINK)
+        lse, inverse = close_rows(m, l, h_rows, alive, sink_ptr, SINK)
         tb = 0 if VARLEN else b
         lse_line = lse_ptr + split.to(gl.int64) * l_s + tb * l_b + row0
         gl.store(lse_line + h_rows.to(gl.int64) * l_h + rows, lse, mask=alive)
@@ -394,7 +419,7 @@ def forward_program(
     q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, o_desc, o_desc2, out_ptr, lse_ptr, sink_ptr, flag_ptr,
     counter_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, o_s, o_b, o_h, o_n, l_s, l_b,
     l_h, batch, heads, group, seqlen_q, seqlen_k, row_tiles, low_tiles, swizzle, splits, split_tiles, q_offset,
-    k_offset, size_dv, scale, data, HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr, FUSED: gl.constexpr,
+    k_offset, size_dv, scale, data, FUSED: gl.constexpr,
     NWG: gl.constexpr, BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr,
     ST: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr,
     Q_OFFSET: gl.constexpr,
@@ -437,12 +462,12 @@ def forward_program(
             (consumer, (
                 0, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
                 k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
-                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, HAS_MASK, HAS_TERMS, FUSED, NWG,
+                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG,
                 BN, D0, D1, E0, E1, ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
             (consumer, (
                 1, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
                 k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
-                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, HAS_MASK, HAS_TERMS, FUSED, NWG,
+                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG,
                 BN, D0, D1, E0, E1, ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
             (producer, (
                 q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, tile_s, code_s,
@@ -455,17 +480,17 @@ def forward_program(
             (consumer, (
                 0, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
                 k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
-                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, HAS_MASK, HAS_TERMS, FUSED, NWG,
+                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG,
                 BN, D0, D1, E0, E1, ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
             (consumer, (
                 1, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
                 k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
-                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, HAS_MASK, HAS_TERMS, FUSED, NWG,
+                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG,
                 BN, D0, D1, E0, E1, ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
             (consumer, (
                 2, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
                 k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
-                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, HAS_MASK, HAS_TERMS, FUSED, NWG,
+                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG,
                 BN, D0, D1, E0, E1, ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
             (producer, (
                 q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, tile_s, code_s,

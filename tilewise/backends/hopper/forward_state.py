@@ -4,8 +4,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from tilewise.backends.hopper.forward_finish import LOG2
-
 
 @gluon.jit
 def scores_of(q, q2, k_s, k_s2, st, BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, SL: gl.constexpr):
@@ -30,32 +28,28 @@ def add_values(acc, acc2, weights, v_s, v_s2, sv, BN: gl.constexpr, E0: gl.const
 
 
 @gluon.jit
-def weigh(s, m, scale2, FUSED: gl.constexpr):
-    """exp(s - m): FUSED, s is unscaled and m in units of which weights are powers of two."""
-    if FUSED:
-        return gl.exp2(gl.fma(s, gl.zeros_like(s) + scale2, (0.0 - m)[:, None] + gl.zeros_like(s)))
-    else:
-        return gl.exp2((s - m[:, None]) * LOG2)
+def weigh(u, m, rate, shift):
+    """2^(u * rate + shift - m): u a tile, rate a number, shift and m of rows."""
+    return gl.exp2(gl.fma(u, gl.zeros_like(u) + rate, (shift - m)[:, None] + gl.zeros_like(u)))
 
 
 @gluon.jit
-def top_of(s, scale2, FUSED: gl.constexpr):
-    """The maximum of each row, in the units of m."""
-    top = gl.max(s, 1)
-    return top * scale2 if FUSED else top
+def top_of(u, rate, shift):
+    """The maximum of u * rate + shift in each row."""
+    return gl.fma(gl.max(u, 1), gl.zeros_like(shift) + rate, shift)
 
 
 @gluon.jit
-def raise_top(m, top, LIMIT: gl.constexpr, RATE: gl.constexpr, LAZY: gl.constexpr):
+def raise_top(m, top, LIMIT: gl.constexpr, LAZY: gl.constexpr):
     """(m, by what the state is multiplied) after a block's maxima. LAZY: m moves only by more than LIMIT."""
     if LAZY:
         step = m - top
         grows = step < -LIMIT
-        alpha = gl.where(grows, gl.exp2(step * RATE), 1.0)
+        alpha = gl.where(grows, gl.exp2(step), 1.0)
         m = gl.where(grows, top, m)
     else:
         top = gl.maximum(m, top)
-        alpha = gl.exp2((m - top) * RATE)
+        alpha = gl.exp2(m - top)
         m = top
     return m, alpha
 

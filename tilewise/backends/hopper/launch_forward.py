@@ -11,6 +11,7 @@ import torch
 from tilewise.backends.hopper import tiles as choice
 from tilewise.backends.hopper.compile import GluonLauncher, descriptor_type, shared_layout
 from tilewise.backends.hopper.counters import counter
+from tilewise.backends.hopper.print_fold import rising
 from tilewise.backends.hopper.source import module_of
 from tilewise.backends.triton import launch_forward as low
 from tilewise.backends.triton.compile import POINTERS, Build
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from tilewise.backends.hopper.tiles import Tiles
     from tilewise.problem import Inputs, Problem
+    from tilewise.spec.attention import AttentionSpec
 
 TEMPLATE = "tilewise.backends.hopper.forward_kernel"
 DESCRIPTORS = ("q_desc", "q_desc2", "k_desc", "k_desc2", "v_desc", "v_desc2", "o_desc", "o_desc2")
@@ -43,7 +45,7 @@ FORWARD = Entry(
     ),
     (),
     (
-        "HAS_MASK", "HAS_TERMS", "FUSED", "NWG", "BN", "D0", "D1", "E0", "E1", "ST", "PACK", "VARLEN", "USED_Q",
+        "FUSED", "NWG", "BN", "D0", "D1", "E0", "E1", "ST", "PACK", "VARLEN", "USED_Q",
         "USED_K", "Q_OFFSET", "K_OFFSET", "SINK", "CARE", "STORE", "SHARED_OUT", "ORDER", "LAZY", "WORKER", "LOADER",
     ),
 )  # fmt: skip
@@ -196,7 +198,8 @@ def constants_of(
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
     """(out, lse); None where tensors are not laid out as the copy engine reads them, or a leaf is of another type."""
-    kind = (*low.kind_of(problem, inputs), config.sm_margin)
+    signs = tuple(x > 0 for x in inputs.floats)
+    kind = (*low.kind_of(problem, inputs), config.sm_margin, signs)
     if kind in _recipes:
         recipe = _recipes[kind]
     else:
@@ -374,13 +377,17 @@ def _flags(problem: Problem, inputs: Inputs, plan: Schedule, by_tiles: bool) -> 
     """The kernel's constants that the call decides."""
     spec = problem.spec
     return {
-        "HAS_MASK": spec.keep is not None, "HAS_TERMS": spec.score is not None,
-        "FUSED": spec.score is None and inputs.scale > 0, "PACK": plan.pack,
+        "FUSED": rises(spec, inputs), "PACK": plan.pack,
         "VARLEN": problem.options.layout == "varlen", "USED_Q": inputs.seqused_q is not None,
         "USED_K": inputs.seqused_k is not None, "Q_OFFSET": _offset_kind(inputs.q_offset),
         "K_OFFSET": _offset_kind(inputs.k_offset), "SINK": inputs.sink is not None and plan.splits == 1,
         "CARE": hides_pairs(problem), "STORE": "tiles" if by_tiles else "rows",
     }  # fmt: skip
+
+
+def rises(spec: AttentionSpec, inputs: Inputs) -> bool:
+    """Whether maxima may be taken of the score's core: its factor, a product of the call's numbers, is above 0."""
+    return rising(spec) and inputs.scale > 0 and all(x > 0 for x in inputs.floats)
 
 
 def _offset_kind(offset: object) -> str:

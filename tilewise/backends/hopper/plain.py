@@ -3,11 +3,51 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.backends.hopper.forward_finish import LOG2
+from tilewise.backends.hopper.words import rate_if, times_unless
+
+LINES = gl.constexpr(False)
+"""Whether the mask has comparisons that leave each row a run of columns."""
+BELOW = gl.constexpr(False)
+"""Whether some of them cut columns from below."""
+OTHER = gl.constexpr(False)
+"""Whether the mask has anything else."""
+
 
 @gluon.jit
-def score(s, i, j, q, k, b, h, g, data):
-    """The score after all terms."""
-    return s
+def row_parts(i, q, b, h, g, scale, data):
+    """What belongs to rows, made once for a tile."""
+    return (scale * LOG2,)
+
+
+@gluon.jit
+def scores(raw, parts, i, j, q, k, j0, k0, b, h, g, scale, FUSED: gl.constexpr, data):
+    """(u, rate, shift): u * rate + shift is the score in powers of two."""
+    return times_unless(FUSED, raw, parts[0]), rate_if(FUSED, parts[0]), gl.to_tensor(0.0)
+
+
+@gluon.jit
+def limits(i, q, n_k, k_offset, b, h, g, data):
+    """The first and the last column that lines leave a row."""
+    return gl.to_tensor(0), n_k - 1
+
+
+@gluon.jit
+def sees(raw, parts, i, j, q, k, j0, k0, b, h, g, scale, data):
+    """Which pairs the mask's other part lets through."""
+    return gl.to_tensor(True)
+
+
+@gluon.jit
+def kinds(i0, i1, j0, j1, q_offset, k_offset, b, h0, h1, g, data):
+    """Bit 0 unless EMPTY; bit 1 unless lines are FULL, bit 2 the others."""
+    return gl.full_like(j0, 1)
+
+
+@gluon.jit
+def reach(i0, i1, q_offset, k_offset, b, h0, h1, g, data):
+    """The first and the last column that lines leave any of the rows."""
+    return gl.to_tensor(0), gl.to_tensor(2**31 - 1)
 
 
 @gluon.jit

@@ -46,6 +46,12 @@ def hidden(n):
 
 
 @gluon.jit
+def here(n):
+    """n, and what is derived from it is computed where it stands: not before a branch, nor before a loop."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def load_tile(
     desc, desc2, tile, tile2, full, at, WIDTH: gl.constexpr, WIDTH2: gl.constexpr, ROWS: gl.constexpr
 ):
@@ -84,3 +90,40 @@ def rescale(acc, alpha, LAZY: gl.constexpr, N: gl.constexpr):
         return gl.inline_asm_elementwise(text, operands, [acc, wide], dtype=gl.float32, is_pure=False, pack=N)
     else:
         return acc * alpha[:, None]
+
+
+@gluon.constexpr_function
+def _cut_text(n, below):
+    text = [
+        "{ .reg .pred p; .reg .s32 c, a0, a1, b0, b1;",
+        "mov.u32 c, %laneid;",
+        "and.b32 c, c, 3;",
+        "shl.b32 c, c, 1;",
+    ]
+    text += [f"sub.s32 a{r}, ${2 * n + 2 * r}, c; sub.s32 b{r}, ${3 * n + 2 * r}, c;" for r in range(2)]
+    for i in range(n):
+        row, column = i // 2 % 2, i // 4 * 8 + i % 2
+        text.append(f"setp.gt.s32 p, {column}, a{row};" if not below else f"setp.lt.s32 p, a{row}, {column};")
+        if below:
+            text.append(f"setp.gt.or.s32 p, b{row}, {column}, p;")
+        text.append(f"selp.f32 ${i}, 0fFF800000, ${i}, p;")
+    return " ".join([*text, "}"])
+
+
+@gluon.constexpr_function
+def _cut_operands(n):
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["r"] * (2 * n))
+
+
+@gluon.jit
+def cut(u, first, last, BELOW: gl.constexpr, N: gl.constexpr):
+    """-inf in the columns of a tile before `first` (if BELOW) and after `last`, (64, 1) each; N elements a thread.
+
+    A thread of a warpgroup holds columns 8 n + 2 (lane % 4) and the next one of two rows, as `rescale` has them.
+    """
+    wide = gl.zeros_like(u).to(gl.int32)
+    text: gl.constexpr = _cut_text(N, BELOW)
+    operands: gl.constexpr = _cut_operands(N)
+    return gl.inline_asm_elementwise(
+        text, operands, [u, wide + last, wide + first], dtype=gl.float32, is_pure=True, pack=N
+    )

@@ -2,7 +2,7 @@
 
 A function cannot be handed to a partition of `gl.warp_specialize`, so a template names the folds as globals:
 
-    from tilewise.backends.hopper.plain import classify, keep, score
+    from tilewise.backends.hopper.plain import classify, derive, keep
 
 is a line of the template, and the template is a working module of plain attention. A printed module is the template's
 own text with a spec's folds in the place of that line, and below it the kernels with the spec's data in their
@@ -17,6 +17,7 @@ import inspect
 import re
 from typing import TYPE_CHECKING
 
+from tilewise.backends.hopper.print_fold import print_forward_folds
 from tilewise.backends.triton.source import Entry, is_pointer, load_text, print_folds
 
 if TYPE_CHECKING:
@@ -26,8 +27,11 @@ if TYPE_CHECKING:
     from tilewise.spec.attention import AttentionSpec
 
 FOLDS = re.compile(r"^from tilewise\.backends\.hopper\.plain import [\w, ]+$", re.MULTILINE)
-OWN_WORDS = ("divide", "like", "load_where", "tanh", "floordiv_int", "mod_int")
-"""What `words.py` here says in another way."""
+OWN_WORDS = (
+    "divide", "floordiv_int", "fused", "inside_int32", "like", "load_where", "mod_int", "rate_if", "spread", "tanh",
+    "times_unless",
+)  # fmt: skip
+"""What `words.py` here says in another way, or says at all."""
 
 
 def dialect(text: str) -> str:
@@ -72,7 +76,8 @@ def print_module(spec: AttentionSpec, slots: Slots, template: str, entries: tupl
     """Text of the module of a spec, a layout of its leaves, and a template (a module's name) with its kernels."""
     text = inspect.getsource(importlib.import_module(template))
     doc, _, rest = text.removeprefix('"""').partition('"""')
-    folds = "\n\n\n".join((words_text(), dialect(print_folds(spec, slots))))
+    ours = print_forward_folds if "row_parts" in (FOLDS.search(rest) or [""])[0] else print_folds
+    folds = "\n\n\n".join((words_text(), dialect(ours(spec, slots))))
     body, places = FOLDS.subn(lambda _: f"import triton.language as tl_words\n\n{folds}", rest)
     if places != 1:
         raise AssertionError(f"{template} does not import its folds on one line")

@@ -1,0 +1,227 @@
+"""The folds of the Hopper forward printed in Triton's language: score and mask as `algebra` writes them.
+
+row_parts(i, q, b, h, g, scale, data)       what belongs to a row or a tile, made once for it
+scores(raw, parts, i, j, ...)               (u, rate, shift): the score in powers of two is u * rate + shift
+limits(i, q, n_k, k_offset, ...)            the first and the last column that the mask's lines leave a row
+sees(raw, parts, i, j, ...)                 which pairs the mask's other part lets through
+kinds(i0, i1, j0, j1, ...)                  bit 0 unless a tile is EMPTY, bit 1 unless lines are FULL, bit 2 the rest
+reach(i0, i1, ...)                          the first and the last column that lines leave any of the rows
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from tilewise.backends.hopper import algebra
+from tilewise.backends.triton.print_interval import ARGUMENTS, IntervalPrinter
+from tilewise.backends.triton.print_tile import TilePrinter, unpack
+from tilewise.spec import expression as ex
+
+if TYPE_CHECKING:
+    from tilewise.backends.triton.layout import Slots
+    from tilewise.spec.attention import AttentionSpec
+    from tilewise.spec.expression import Node
+
+TILE = "raw, parts, i, j, q, k, j0, k0, b, h, g, scale"
+PLAIN = ("var", "const", "int_scalar", "float_scalar")
+
+
+class FoldPrinter(TilePrinter):
+    """Prints below what has a name already; rows: the nodes that `row_parts` has made."""
+
+    def __init__(self, slots: Slots, rows: tuple[Node, ...] = (), exact: bool = False) -> None:
+        super().__init__(slots, exact)
+        self.rows = rows
+        self.taken: set[int] = set()
+
+    def emit(self, node: Node) -> str:
+        """Print a node and what it needs; returns its name."""
+        if node in self.rows:
+            self.taken.add(self.rows.index(node))
+            return f"parts{self.rows.index(node)}"
+        sign = algebra.slope_in_column(node)
+        if node not in self.names and sign:
+            text = f"spread(raw, {self.emit(algebra.at_first(node))}, {sign})"
+            self.names[node] = f"t{len(self.lines)}"
+            self.lines.append(f"{self.names[node]} = {text}")
+        if node not in self.names:
+            for a in node.args:
+                self.names[a] = self.emit(a)
+            text = self._text(node)
+            if node.op in PLAIN[:1] + PLAIN[2:]:
+                self.names[node] = text
+            else:
+                self.names[node] = f"t{len(self.lines)}"
+                self.lines.append(f"{self.names[node]} = {text}")
+        return self.names[node]
+
+    def _text(self, node: Node) -> str:
+        if node.op == "fma":
+            x, a, c = (self.names[arg] for arg in node.args)
+            return f"fused({x}, {a}, {c})"
+        return super()._text(node)
+
+    def body(self, result: str) -> list[str]:
+        """The statements of a function that returns the result."""
+        parts = [f"parts{n} = parts[{n}]" for n in sorted(self.taken)]
+        return [*unpack(self.slots, self.used), *parts, *self.lines, f"return {result}"]
+
+
+def _function(name: str, arguments: str, doc: str, body: list[str]) -> str:
+    return f"@triton.jit\ndef {name}({arguments}):\n" + "".join(
+        f"    {line}\n" for line in (f'"""{doc}"""', *body)
+    )
+
+
+def row_nodes(*roots: Node) -> tuple[Node, ...]:
+    """The largest nodes below the roots that are one number for a row, and need work."""
+    found: dict[Node, None] = {}
+
+    def look(node: Node) -> None:
+        if algebra.along_row(node):
+            if node.op not in PLAIN:
+                found[node] = None
+            return
+        for a in node.args:
+            look(a)
+
+    for root in roots:
+        look(root)
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(spec: AttentionSpec) -> tuple[algebra.Score, algebra.Mask, tuple[Node, ...]]:
+    """The score's parts, the mask's parts, and the nodes of rows that are used in every block."""
+    score, mask = algebra.score_of(spec.score, spec.keep), algebra.mask_of(spec.keep)
+    roots = (score.core, score.rate, score.shift, score.rest, mask.other)
+    return score, mask, row_nodes(*(n for n in roots if n is not None))
+
+
+def rising(spec: AttentionSpec) -> bool:
+    """Whether a greater core is a greater score if all numbers of the call are positive."""
+    return plan(spec)[0].rising
+
+
+def print_rows(spec: AttentionSpec, slots: Slots) -> str:
+    """Text of `row_parts`."""
+    printer = FoldPrinter(slots)
+    names = [printer.emit(node) for node in plan(spec)[2]]
+    body = printer.body(f"({', '.join(names or ['g'])},)")
+    return _function("row_parts", "i, q, b, h, g, scale, data", "What belongs to rows.", body)
+
+
+def print_scores(spec: AttentionSpec, slots: Slots) -> str:
+    """Text of `scores`."""
+    score, _, rows = plan(spec)
+    printer = FoldPrinter(slots, rows)
+    core = printer.emit(score.core)
+    if not algebra.reads_raw(score.core):
+        core = f"like({core}, raw)"
+    rate = printer.emit(score.rate)
+    shift = "tl.full((), 0.0, tl.float32)" if score.shift is None else printer.emit(score.shift)
+    if score.rest is not None:
+        result = f"fused({core}, {rate}, {printer.emit(score.rest)}), tl.full((), 1.0, tl.float32), {shift}"
+    elif score.rising:
+        result = f"times_unless(FUSED, {core}, {rate}), rate_if(FUSED, {rate}), {shift}"
+    else:
+        result = f"{core} * {rate}, tl.full((), 1.0, tl.float32), {shift}"
+    doc = "(u, rate, shift): u * rate + shift is the score in powers of two."
+    return _function("scores", f"{TILE}, FUSED: tl.constexpr, data", doc, printer.body(result))
+
+
+def print_sees(spec: AttentionSpec, slots: Slots) -> str:
+    """Text of `sees`."""
+    _, mask, rows = plan(spec)
+    printer = FoldPrinter(slots, rows, exact=True)
+    result = "tl.full((), True, tl.int1)" if mask.other is None else printer.emit(mask.other)
+    return _function(
+        "sees", f"{TILE}, data", "Which pairs the mask's other part lets through.", printer.body(result)
+    )
+
+
+def _ends(line: algebra.Line, low: str, high: str) -> tuple[str | None, str | None]:
+    """(first, last) column that a line leaves, from bounds of its rest as int64."""
+    back = " - k_offset" if line.column == "k" else ""
+    less, more = (" - 1", " + 1") if line.op == "lt" else ("", "")
+    # rest + column <= 0 is column <= -rest; rest - column <= 0 is column >= rest.
+    last = f"(0 - ({low}){less}{back})" if line.sign > 0 else f"({high}{back})"
+    first = f"(0 - ({high}){back})" if line.sign > 0 else f"({low}{more}{back})"
+    equal = line.op == "eq"
+    return first if equal or line.sign < 0 else None, last if equal or line.sign > 0 else None
+
+
+def _run(ends: list[tuple[str | None, str | None]], last: str) -> tuple[str, str]:
+    """The columns that all lines leave, as int32."""
+    firsts, lasts = [a for a, _ in ends if a], [b for _, b in ends if b]
+    first = functools.reduce(lambda a, b: f"tl.maximum({a}, {b})", firsts, "tl.full((), 0, tl.int64)")
+    final = functools.reduce(lambda a, b: f"tl.minimum({a}, {b})", lasts, f"tl.cast({last}, tl.int64)")
+    return f"inside_int32({first})", f"inside_int32(tl.maximum({final}, -1))"
+
+
+def print_limits(spec: AttentionSpec, slots: Slots) -> str:
+    """Text of `limits`."""
+    printer = FoldPrinter(slots, exact=True)
+    ends = []
+    for line in plan(spec)[1].lines:
+        total = "tl.full((), 0, tl.int64)"
+        for sign, node in line.summands:
+            total += f" {'+' if sign > 0 else '-'} tl.cast({printer.emit(node)}, tl.int64)"
+        ends.append(_ends(line, total, total))
+    body = printer.body(", ".join(_run(ends, "n_k - 1")))
+    return _function(
+        "limits",
+        "i, q, n_k, k_offset, b, h, g, data",
+        "The first and the last column that lines leave a row.",
+        body,
+    )
+
+
+def print_kinds(spec: AttentionSpec, slots: Slots) -> str:
+    """Text of `kinds`."""
+    printer = IntervalPrinter(slots, True)
+    _, mask, _ = plan(spec)
+    conditions = list(mask.line_conditions) + ([mask.other] if mask.other is not None else [])
+    found = [printer.emit(c) for c in conditions]
+    possible = " & ".join(f"({p})" for _, p in found) or "(j0 == j0)"
+    bits = []
+    if mask.lines:
+        certain = " & ".join(f"({c})" for c, _ in found[: len(mask.lines)])
+        bits.append(f"((({certain}) == 0).to(tl.int32) << 1)")
+    if mask.other is not None:
+        bits.append(f"(({found[-1][0]} == 0).to(tl.int32) << 2)")
+    result = " | ".join([f"({possible}).to(tl.int32)", *bits])
+    body = [*unpack(slots, printer.addresses.used), *printer.lines, f"return {result}"]
+    return _function(
+        "kinds", ARGUMENTS, "Bit 0 unless EMPTY; bit 1 unless lines are FULL, bit 2 the others.", body
+    )
+
+
+def print_reach(spec: AttentionSpec, slots: Slots) -> str:
+    """Text of `reach`."""
+    printer = IntervalPrinter(slots, True)
+    ends = []
+    for line in plan(spec)[1].lines:
+        for node in ex.topological(line.rest):
+            if node not in printer.known:
+                printer.known[node] = printer._bounds(node)
+        bounds = printer.known[line.rest]
+        if bounds is not None:
+            ends.append(_ends(line, *bounds))
+    low, high = _run(ends, "INT_MAX")
+    # Positions near the ends of int32, whose differences wrap, are not reckoned with.
+    near = "((q_offset + 2**30) | (2**30 - q_offset) | (k_offset + 2**30) | (2**30 - k_offset)) >= 0"
+    result = f"tl.where({near}, {low}, 0), tl.where({near}, {high}, INT_MAX)"
+    body = [*unpack(slots, printer.addresses.used), *printer.lines, f"return {result}"]
+    doc = "The first and the last column that lines leave any of the rows."
+    return _function("reach", "i0, i1, q_offset, k_offset, b, h0, h1, g, data", doc, body)
+
+
+def print_forward_folds(spec: AttentionSpec, slots: Slots) -> str:
+    """Text of the printed functions of the forward."""
+    mask = plan(spec)[1]
+    facts = f"LINES = tl.constexpr({bool(mask.lines)})\nBELOW = tl.constexpr({mask.below})\n"
+    facts += f"OTHER = tl.constexpr({mask.other is not None})\n"
+    parts = (print_rows, print_scores, print_limits, print_sees, print_kinds, print_reach)
+    return "\n\n".join([facts, *(p(spec, slots) for p in parts)])
