@@ -85,25 +85,30 @@ def key_of(
         or transforms_active()
         or len_dispatch_stack()
         or forward_ad._current_level >= 0
-        or is_lazy(q)
-        or is_lazy(k)
-        or is_lazy(v)
+        or q.is_neg()  # `problem.is_lazy`
+        or k.is_neg()
+        or v.is_neg()
+        or q._is_zerotensor()
+        or k._is_zerotensor()
+        or v._is_zerotensor()
     ):
         return None, ()
-    if q.is_cpu and k.is_cpu and v.is_cpu:
-        kind, device = "cpu", None
-    else:
-        device = q.device
-        kind = device.type
-        if kind != "cuda" or k.device != device or v.device != device:
+    if q.is_cuda:
+        kind, device = "cuda", q.get_device()
+        if k.get_device() != device or v.get_device() != device:
             return None, ()
+    elif q.is_cpu and k.is_cpu and v.is_cpu:
+        kind, device = "cpu", -1
+    else:
+        return None, ()
     if is_autocast_enabled(kind):
         return None, ()
     try:
         hash(options)
     except TypeError:  # what cannot be hashed is refused on the long way
         return None, ()
-    if isinstance(options[1], Tensor) or isinstance(options[2], Tensor):
+    _, q_offset, k_offset, h_offset, *_ = options
+    if isinstance(q_offset, Tensor) or isinstance(k_offset, Tensor):
         return None, ()
     extra: list[Tensor] | tuple[()] = ()
     spec: Any = None
@@ -118,7 +123,7 @@ def key_of(
         return None, ()
     key = (
         *layout, q.dtype, k.dtype, v.dtype,
-        device, spec, options, type(options[1]), type(options[2]), type(options[3]), registry.version,
+        device, spec, options, type(q_offset), type(k_offset), type(h_offset), registry.version,
     )  # fmt: skip
     return key, extra
 
