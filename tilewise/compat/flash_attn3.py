@@ -2,7 +2,7 @@
 
 Beyond the original: any floating dtype, head size and device, a backward of attention_chunk and of qv, a
 differentiable lse. FP8 tensors are widened, multiplied by their descale factors and attended in float32, which is
-more exact than the original and has no backward, as there.
+more exact than the original and has no backward, as there; FP8 caches are read where they lie.
 """
 
 from __future__ import annotations
@@ -61,6 +61,28 @@ def _widened(
         for name, t, factor, place in zip("qkv", (q, k, v), descale, places, strict=True)
     ]
     return wide[0], wide[1], wide[2], torch.bfloat16
+
+
+def _fp8_cache(q: Tensor, cache: fc.Cache, descale: Descale, more: bool) -> tuple[Tensor, fc.Cache]:
+    """q as the attention takes it, and the cache with its factors, that of q among them; more: whether the call wants
+    what FP8 does not do."""
+    stored = (cache.k.dtype, cache.v.dtype)
+    if stored[0] not in FP8:
+        named = f"q is {q.dtype} and the cache {stored[0]}"
+        raise OptionError(f"FP8 queries and descale factors belong to an FP8 cache: {named}")
+    if more or stored != (torch.float8_e4m3fn,) * 2:
+        raise UnsupportedProblem(
+            f"an FP8 cache is float8_e4m3fn, without qv and rotary tables of FP8 keys: it is {stored[0]}, {stored[1]}"
+        )
+    heads = cache.k.shape[2]
+    for name, factor in zip("qkv", descale, strict=True):
+        if factor is not None and (factor.ndim != 2 or factor.shape[1] != heads):
+            given = {f"{name}_descale": factor, "k_cache": cache.k}
+            raise ShapeError(message(f"{name}_descale has shape (B, H_kv)", given))
+    if descale[0] is not None and q.dtype not in FP8:
+        raise OptionError(f"q_descale belongs to an FP8 q, and q is {q.dtype}\nScale q itself.")
+    factors = dict(zip(("q_factor", "k_factor", "v_factor"), descale, strict=True))
+    return q.to(torch.bfloat16) if q.dtype in FP8 else q, cache._replace(**factors)
 
 
 def with_qv(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -167,20 +189,20 @@ def flash_attn_with_kvcache(
         qv: in q's layout, adds qv.v to the score. rotary_seqlens: (B,) first rotary position instead of cache_seqlens.
         scheduler_metadata, num_splits, pack_gqa, sm_margin, max_seqlen_q: accepted; they decide speed alone.
 
+        q_descale, k_descale, v_descale: (B, H_kv) factors of FP8 tensors. The cache may be float8_e4m3fn; q is then
+            FP8, too (out is bfloat16), or float16 or bfloat16. New keys and values in FP8 are written as they are,
+            others divided by their factors. Sequences that share a page have the same factors.
+
     Returns: out in q's layout, or (out, lse (B, H, N) or (H, T)).
-    Raises: as there; UnsupportedProblem for an FP8 cache.
+    Raises: as there; UnsupportedProblem for other FP8 caches, and FP8 with qv or rotary tables of FP8 keys.
     """
-    if (
-        q.dtype in FP8
-        or k_cache.dtype in FP8
-        or any(f is not None for f in (q_descale, k_descale, v_descale))
-    ):
-        raise UnsupportedProblem(
-            "an FP8 cache is not read\nKeep the cache in bfloat16, without descale factors."
-        )
     cache = fc.cache_of(
         k_cache, v_cache, lengths=cache_seqlens, rows=cache_batch_idx, leftpad=cache_leftpad, table=page_table
     )
+    descale = (q_descale, k_descale, v_descale)
+    if FP8 and (q.dtype in FP8 or k_cache.dtype in FP8 or any(f is not None for f in descale)):
+        turned_fp8 = k is not None and k.dtype in FP8 and rotary_cos is not None
+        q, cache = _fp8_cache(q, cache, descale, qv is not None or turned_fp8)
     rotary = None
     if rotary_cos is not None and rotary_sin is not None:
         rotary = fc.Rotary(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)

@@ -29,7 +29,8 @@ class Cache(NamedTuple):
 
     k, v: (B_cache, capacity, H_kv, D), or with `table` pages (pages, page_size, H_kv, D).
     lengths: keys present, int, (B,) or None (all). rows: (B,) which batch entry each sequence uses.
-    leftpad: (B,) first real key. table: (B, pages per sequence).
+    leftpad: (B,) first real key. table: (B, pages per sequence). q_factor, k_factor, v_factor: (B, H_kv) of float8
+    queries, keys and values, None: 1.
     """
 
     k: Tensor
@@ -38,6 +39,9 @@ class Cache(NamedTuple):
     rows: Tensor | None = None
     leftpad: Tensor | None = None
     table: Tensor | None = None
+    q_factor: Tensor | None = None
+    k_factor: Tensor | None = None
+    v_factor: Tensor | None = None
 
     @property
     def capacity(self) -> int:
@@ -52,13 +56,34 @@ class Cache(NamedTuple):
         count = self.capacity if self.lengths is None else self.lengths
         return torch.full((batch,), count, dtype=torch.int32, device=device)
 
-    def view(self, lengths: Tensor) -> CacheView:
-        """The cache as calls read it; lengths, pages and padding have been looked at."""
+    def page_factors(self, factor: Tensor | None, lengths: Tensor) -> Tensor | None:
+        """(pages, H_kv) factors from those of the sequences, for sequences of `lengths` keys; a page that several
+        sequences share has the factors of one of them."""
+        if factor is None:
+            return None
+        pages, size, heads = self.k.shape[:3]
+        table = self.table if self.rows is None else self.rows[:, None]
+        if table is None:
+            return factor.float().contiguous()
+        table = table.to(factor.device, torch.int64)
+        first = torch.arange(table.shape[1], device=table.device) * size
+        held = (first < lengths[:, None]) & (table >= 0) & (table < pages)
+        found = torch.ones(pages + 1, heads, device=factor.device)
+        found[torch.where(held, table, pages)] = factor.float()[:, None].expand(-1, table.shape[1], -1)
+        return found[:pages]
+
+    def view(self, lengths: Tensor, *, reading: bool) -> CacheView:
+        """The cache as calls read it, where keys have the queries' factors, too, or write it; lengths, pages and
+        padding have been looked at."""
+        of_k = self.k_factor
+        if reading and self.q_factor is not None:
+            of_k = self.q_factor if of_k is None else self.q_factor.float() * of_k.float()
         table = self.table if self.rows is None else self.rows[:, None]
         leftpad = None if self.leftpad is None else self.leftpad.to(self.k.device, torch.int32)
         return CacheView(
             self.k.transpose(1, 2), self.v.transpose(1, 2), lengths,
-            None if table is None else table.to(self.k.device, torch.int32), leftpad, trusted=True,
+            None if table is None else table.to(self.k.device, torch.int32), leftpad,
+            self.page_factors(of_k, lengths), self.page_factors(self.v_factor, lengths), trusted=True,
         )  # fmt: skip
 
 
@@ -152,7 +177,9 @@ def _append(step: Step, cache: Cache, present: Tensor, rotary: Rotary | None, mo
     else:
         edges = edges.to(torch.int32)
         added = edges[1:] - edges[:-1]
-    view = cache.view(present)
+    view = cache.view(present + added, reading=False)
+    stored = k.element_size() == 1  # as the cache holds them
+    k, v = (k.to(torch.bfloat16), v.to(torch.bfloat16)) if stored else (k, v)
     turning: dict[str, Any] = {}
     if rotary is not None:
         check_table(q, rotary.cos, rotary.sin)
@@ -162,8 +189,10 @@ def _append(step: Step, cache: Cache, present: Tensor, rotary: Rotary | None, mo
             "q": q, "cu_seqlens_q": step.cu_seqlens_q, "cos": rotary.cos, "sin": rotary.sin, "first": start,
             "interleaved": rotary.interleaved, "positions_q": _query_positions(step, start, moving),
         }  # fmt: skip
+    scales = {} if stored else {"k_scale": view.k_scale, "v_scale": view.v_scale}
     turned = append(
-        Append(k, v, view.k, view.v, present, view.block_table, edges, **turning), trusted=not view.k.is_cpu
+        Append(k, v, view.k, view.v, present, view.block_table, edges, **turning, **scales),
+        trusted=not view.k.is_cpu,
     )
     return q if turned is None else turned, present + added
 
@@ -191,6 +220,6 @@ def attend(step: Step, cache: Cache, rotary: Rotary | None, options: dict[str, A
         qv = step.qv if step.cu_seqlens_q is not None else step.qv.transpose(1, 2)
         q, cache = torch.cat((q, qv), -1), cache._replace(k=torch.cat((cache.k, cache.v), -1))
     edges = None if step.cu_seqlens_q is None else step.cu_seqlens_q.to(torch.int32)
-    out, lse = attend_view(cache.view(lengths), q, edges, *dense_view(options), True)
+    out, lse = attend_view(cache.view(lengths, reading=True), q, edges, *dense_view(options), True)
     assert lse is not None
     return (out if edges is not None else out.transpose(1, 2)), lse
