@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from tilewise.compat import sdpa
 
 
 def qkv(b=2, h=4, hkv=2, n=5, m=7, d=8, dv=6, dtype=torch.float32):
@@ -204,3 +205,30 @@ def test_out_argument():
         call(q, k, v, out=out[:1])
     with pytest.raises(tw.OptionError, match="autograd"):
         call(q.requires_grad_(), k, v, out=out)
+
+
+NESTED = torch.nested.nested_tensor_from_jagged(torch.ones(7, 2, 8), torch.tensor([0, 3, 7]))
+
+
+@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "_mkldnn", "nested"])
+def test_tensors_without_strides_are_refused_with_a_remedy(kind):
+    """Wherever they stand in a call, and with gradients or not."""
+    q = torch.randn(1, 2, 4, 8)
+    convert = {
+        "sparse_coo": torch.Tensor.to_sparse,
+        "_mkldnn": torch.Tensor.to_mkldnn,
+        "nested": lambda _: NESTED,
+    }
+    other = convert.get(kind, lambda t: t[0, 0].to_sparse_csr())(q)
+    remedy = "attention_varlen" if kind == "nested" else r"\.to_dense\(\)"
+    for call in (
+        lambda: tw.attention(other, q, q),
+        lambda: tw.attention(q, q, other.detach().requires_grad_() if kind == "sparse_coo" else other),
+        lambda: tw.attention_varlen(other, q[0], q[0], torch.tensor([0, 2])),
+        lambda: tw.explain(other, q, q),
+        lambda: tw.attention(q, q, q, scores=tw.bias(torch.ones(1, 1, 4, 4).to_sparse())),
+        lambda: tw.attention(q, q, q, sink=torch.ones(2).to_sparse()),
+        lambda: sdpa.scaled_dot_product_attention(q, other, q),
+    ):
+        with pytest.raises(tw.UnsupportedProblem, match=f"(?s)with strides, not.*({remedy}|dense)"):
+            call()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise.dtypes import lookup
-from tilewise.errors import DeviceError, DTypeError, OptionError, ShapeError, message
+from tilewise.errors import DeviceError, DTypeError, OptionError, ShapeError, UnsupportedProblem, message
 from tilewise.spec import expression as ex
 from tilewise.spec.scores import LARGEST
 
@@ -34,6 +34,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
     for name, t in given.items():
         if not isinstance(t, Tensor):
             raise DTypeError(f"{name} is a tensor, not {type(t).__name__}")
+    check_strided(given)
     expected = PACKED if layout == "varlen" else DENSE
     rank = 3 if layout == "varlen" else 4
     if q.ndim != rank or k.ndim != rank or v.ndim != rank:
@@ -62,6 +63,18 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
         raise ShapeError(message("H is a multiple of H_kv: each KV head serves H / H_kv query heads", given))
 
 
+def check_strided(given: Mapping[str, Tensor | None]) -> None:
+    """Raise UnsupportedProblem for tensors without strides: sparse, nested, or packed by another library."""
+    for name, t in given.items():
+        if t is None or (t.layout == torch.strided and not t.is_nested):
+            continue
+        if t.is_nested:
+            kind, remedy = "nested", "Use tilewise.attention_varlen on its values."
+        else:
+            kind, remedy = str(t.layout).removeprefix("torch."), "Convert it with .to_dense()."
+        raise UnsupportedProblem(f"{name} is a tensor with strides, not {kind}\n{remedy}")
+
+
 def check_pools(q: Tensor, k: Tensor, v: Tensor, other: Mapping[str, Tensor | None]) -> None:
     """Raise unless q reads from these pools.
 
@@ -73,6 +86,7 @@ def check_pools(q: Tensor, k: Tensor, v: Tensor, other: Mapping[str, Tensor | No
     for name, t in {"q": q, "k": k, "v": v}.items():
         if not isinstance(t, Tensor):
             raise DTypeError(f"{name} is a tensor, not {type(t).__name__}")
+    check_strided({"q": q, "k": k, "v": v})
     packed = other["cu_seqlens_q"] is not None
     if q.ndim != (3 if packed else 4) or k.ndim != 4 or v.ndim != 4:
         shape = PACKED["q"] if packed else DENSE["q"]
@@ -138,7 +152,8 @@ def _check_pool_tables(q: Tensor, pools: Mapping[str, Tensor], other: Mapping[st
 
 
 def check_leaves(q: Tensor, leaves: Mapping[str, Tensor | None]) -> None:
-    """Raise DeviceError unless every tensor of the call is on q's device."""
+    """Raise DeviceError unless every tensor of the call is on q's device, UnsupportedProblem for sparse ones."""
+    check_strided(leaves)
     if q.device.type == "meta":
         return  # shapes only, as `explain` and fake tensors have them
     for name, leaf in leaves.items():

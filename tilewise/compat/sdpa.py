@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tilewise.api import attention
+from tilewise.checks import check_strided
 from tilewise.errors import OptionError, ShapeError, UnsupportedProblem, message
 from tilewise.spec.masks import Mask, causal, dense
 from tilewise.spec.scores import ScoreTerm, bias
@@ -45,7 +46,8 @@ def scaled_dot_product_attention(
         backend: Tilewise's.
 
     Returns: (..., H, L, E_v).
-    Raises: ShapeError, DTypeError, OptionError for arguments that do not fit, UnsupportedProblem for nested tensors.
+    Raises: ShapeError, DTypeError, OptionError for arguments that do not fit, UnsupportedProblem for nested and
+        sparse tensors.
     """
     query, key, value, lead = _four_dimensional(query, key, value, enable_gqa)
     rank = len(lead) + 2
@@ -70,10 +72,7 @@ def _four_dimensional(
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """Views (B, H, N, D) of the three, and the leading dimensions of the result."""
     given = {"query": q, "key": k, "value": v}
-    if any(t.is_nested for t in given.values()):
-        raise UnsupportedProblem(
-            "nested tensors are not read\nUse tilewise.attention_varlen on their values."
-        )
+    check_strided(given)
     if min(t.ndim for t in given.values()) < 2:
         raise ShapeError(message("query, key and value have at least two dimensions", given))
     if enable_gqa:
