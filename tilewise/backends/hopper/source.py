@@ -6,7 +6,8 @@ A function cannot be handed to a partition of `gl.warp_specialize`, so a templat
 
 is a line of the template, and the template is a working module of plain attention. A printed module is the template's
 own text with a spec's folds in the place of that line, and below it the kernels with the spec's data in their
-signatures. Files lie beside the Triton backend's and are named by their own text.
+signatures. Functions that templates share are a template of their own, `..._shared`. Files lie beside the Triton
+backend's and are named by their own text.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from tilewise.spec.attention import AttentionSpec
 
 FOLDS = re.compile(r"^from tilewise\.backends\.hopper\.plain import [\w, ]+$", re.MULTILINE)
+SHARED = re.compile(r"^from (tilewise\.backends\.hopper\.\w+_shared) import ([\w, ]+)$", re.MULTILINE)
+"""A template's line that imports from another template: the printed module imports from its printed form."""
 OWN_WORDS = (
     "divide", "floordiv_int", "fused", "inside_int32", "like", "load_where", "mod_int", "rate_if", "spread", "tanh",
     "times_unless",
@@ -76,6 +79,20 @@ def print_module(spec: AttentionSpec, slots: Slots, template: str, entries: tupl
     """Text of the module of a spec, a layout of its leaves, and a template (a module's name) with its kernels."""
     text = inspect.getsource(importlib.import_module(template))
     doc, _, rest = text.removeprefix('"""').partition('"""')
+    names = ", ".join(slots.names) or "none"
+    head = f'"""Printed by Tilewise from the spec\n\n{spec.text}\n\nData: {names}.\n\n{doc}"""'
+    kernels = "\n\n".join(print_entry(e, slots) for e in entries)
+    shared = SHARED.search(rest)
+    if shared:
+        printed = module_of(spec, slots, shared[1], ())
+        body = SHARED.sub(rf"from {printed.__name__} import \2", rest)
+        return f"{head}\n{body}\n\n{kernels}"
+    ours = print_forward_folds if "row_parts" in (FOLDS.search(rest) or [""])[0] else print_folds
+    folds = "\n\n\n".join((words_text(), dialect(ours(spec, slots))))
+    body, places = FOLDS.subn(lambda _: f"import triton.language as tl_words\n\n{folds}", rest)
+    if places != 1:
+        raise AssertionError(f"{template} does not import its folds on one line")
+    return f"{head}\n{body}\n\n{kernels}"
     ours = print_forward_folds if "row_parts" in (FOLDS.search(rest) or [""])[0] else print_folds
     folds = "\n\n\n".join((words_text(), dialect(ours(spec, slots))))
     body, places = FOLDS.subn(lambda _: f"import triton.language as tl_words\n\n{folds}", rest)
