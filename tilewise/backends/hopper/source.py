@@ -93,15 +93,6 @@ def print_module(spec: AttentionSpec, slots: Slots, template: str, entries: tupl
     if places != 1:
         raise AssertionError(f"{template} does not import its folds on one line")
     return f"{head}\n{body}\n\n{kernels}"
-    ours = print_forward_folds if "row_parts" in (FOLDS.search(rest) or [""])[0] else print_folds
-    folds = "\n\n\n".join((words_text(), dialect(ours(spec, slots))))
-    body, places = FOLDS.subn(lambda _: f"import triton.language as tl_words\n\n{folds}", rest)
-    if places != 1:
-        raise AssertionError(f"{template} does not import its folds on one line")
-    names = ", ".join(slots.names) or "none"
-    head = f'"""Printed by Tilewise from the spec\n\n{spec.text}\n\nData: {names}.\n\n{doc}"""'
-    kernels = "\n\n".join(print_entry(e, slots) for e in entries)
-    return f"{head}\n{body}\n\n{kernels}"
 
 
 @functools.lru_cache(maxsize=512)
