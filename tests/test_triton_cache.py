@@ -88,6 +88,24 @@ decode_plan.STREAMS, made = True, len(launch_decode._recipes)
 found["shared"] = [shared(16, False, 1), shared(512, True, 2), shared(12, True, 1)]
 found["programs"] = [recipe.plan.programs for recipe in list(launch_decode._recipes.values())[made:]]
 
+# Joining: two parts of the same queries, as `merge` does; packed, with a sink, and where a part has seen nothing.
+def joined(shape, sink):
+    from tilewise.backends.triton.launch_join import join
+    from tilewise.state import Partial, merge
+    lead = shape[:-1] if len(shape) == 4 else (shape[1], shape[0])
+    parts = [(torch.randn(shape), torch.randn(lead)) for _ in "ab"]
+    for n, (out, lse) in enumerate(parts):
+        lse[..., n], lse[..., 2] = -torch.inf, -torch.inf
+        out.masked_fill_((lse if len(shape) == 4 else lse.t()).eq(-torch.inf)[..., None], float("nan"))
+    parts[0] = (parts[0][0].transpose(0, 1).contiguous().transpose(0, 1), parts[0][1])
+    out, lse = join(*parts, sink, torch.float32)
+    wanted = merge(*(Partial(*part) for part in parts))
+    wanted = wanted if sink is None else wanted.with_sink(sink)
+    same = torch.allclose(out, wanted.out, atol=1e-6) and torch.allclose(lse, wanted.lse, atol=1e-6)
+    return bool(same and not out.isnan().any())
+cases = ((2, 3, 5, 20), None), ((2, 3, 5, 20), torch.randn(3)), ((7, 3, 16), torch.randn(3))
+found["joined"] = [joined(*case) for case in cases]
+
 # Appending: every kind of rotation and place, bit by bit the reference's.
 def append(packed, rotation, interleaved, given):
     lengths, table = torch.tensor([0, 7, 11]).int(), torch.randperm(60)[:36].reshape(3, 12).int()
@@ -134,6 +152,10 @@ def test_splits_of_the_keys_are_merged_by_the_last_of_them(interpreted):
 def test_programs_share_the_keys_of_all_sequences(interpreted):
     assert max(interpreted["shared"]) < 1e-5
     assert interpreted["programs"] == [8] * 3
+
+
+def test_two_parts_are_joined_as_the_monoid_says(interpreted):
+    assert all(interpreted["joined"])
 
 
 def test_invariant_calls_give_the_bits_of_a_sequence_alone(interpreted):

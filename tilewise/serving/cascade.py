@@ -73,9 +73,22 @@ def attend_cascade(
     if cu_seqlens_q is None:
         out = out.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
         lse = lse.unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1)
+    if q.is_cuda and (joined := _joined((out, lse), rest, sink, q.dtype)) is not None:
+        return joined
     merged = merge(Partial(out, lse), Partial(*rest))  # type: ignore[arg-type]  # lse was asked for
     merged = merged if sink is None else merged.with_sink(sink)
     return merged.finalize(dtype=q.dtype), merged.lse
+
+
+def _joined(a: Any, b: Any, sink: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """Both parts merged by one launch, where there is a kernel for it."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or type(a[0]) is not Tensor:
+        return None
+    try:
+        from tilewise.backends.triton.launch_join import join
+    except ImportError:  # no Triton here
+        return None
+    return join(a, b, sink, dtype)
 
 
 def _check_shared(view: CacheView, pages: Tensor, prefix: int, debug: bool) -> None:
