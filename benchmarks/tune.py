@@ -22,8 +22,8 @@ import torch
 import tilewise as tw
 from tilewise import api, tuning
 from tilewise.backends.triton import launch_backward
-from tilewise.backends.triton.backward_tiles import choose_backward, table_key
-from tilewise.backends.triton.layout import describe
+from tilewise.backends.triton.backward_tiles import choose_backward, table_keys
+from tilewise.backends.triton.launch_forward import slots_of
 from tilewise.backends.triton.machine import machine_of
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.problem import decode_inputs, decode_problem
@@ -86,7 +86,7 @@ def call_of(kind: Kind) -> launch_backward.Call:
     tensors, seed, numbers = kept
     problem = decode_problem(*tensors[:3], tensors[3:], numbers.text)
     inputs = decode_inputs(problem, (*tensors[:3], tensors[3:]), numbers.ints, numbers.floats, seed)
-    slots = describe(problem.spec, inputs.leaves)
+    slots = slots_of(problem, inputs)
     assert slots is not None
     call = launch_backward.Call(problem, inputs, (out, lse), (do, None), slots)
     call.prepare()
@@ -140,7 +140,7 @@ def main() -> None:
     table: dict[str, dict[str, list[int]]] = {"triton.keys": {}, "triton.rows": {}, "triton.swizzle": {}}
     for number, kind in enumerate(k for k in kinds() if options.only in k.name):
         call = call_of(kind)
-        key, best = table_key(call.problem), {}
+        key, best = table_keys(call.problem)[0], {}
         for place, (kernel, tiles) in enumerate(candidates(kind)):
             if count and (place + number) % count != index:
                 continue

@@ -112,8 +112,38 @@ def one_leaf_in_two_batches() -> bool:
     return all(float((a - b).abs().max()) < 1e-5 for a, b in pairs)
 
 
+def _patches(q, k):
+    return ((q // 48 + k // 80) % 3 != 0) | (q == k)
+
+
+def loads_ahead() -> bool:
+    """Tiles by descriptors, where one loop takes PARTIAL and FULL ones, give the bits of those by pointers, with any
+    order of kinds."""
+    from tilewise.backends.triton import launch_backward
+    from tilewise.backends.triton.tiles import Tiles
+
+    torch.manual_seed(0)
+    q, do = (torch.randn(1, 2, 208, 32, dtype=torch.float16) for _ in range(2))
+    k, v = (torch.randn(1, 1, 300, 32, dtype=torch.float16) for _ in range(2))
+    work, choose, holds = launch_backward.TMA_WORK, launch_backward.choose_backward, True
+    try:
+        for mask, rows in ((tw.custom(_patches), 32), (tw.causal() & tw.window(70, 0), 64), (None, 32)):
+            tiles = {"keys": Tiles(rows, 32, 4, 2), "rows": Tiles(32, 32, 4, 2)}
+            launch_backward.choose_backward = lambda *of, tiles=tiles: choose(*of)._replace(**tiles)
+            found = []
+            for launch_backward.TMA_WORK in (0.0, math.inf):
+                launch_backward._tiles.cache_clear()
+                found.append(_gradients("triton", q, k, v, do, mask=mask))
+            holds = holds and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    finally:
+        launch_backward.TMA_WORK, launch_backward.choose_backward = work, choose
+        launch_backward._tiles.cache_clear()
+    return holds
+
+
 FUNCTIONS: tuple[Callable[[], bool], ...] = (
     hidden_values, visible_values_spread, one_visible_key, large_scores, part_of_the_keys, one_leaf_in_two_batches,
+    loads_ahead,
 )  # fmt: skip
 
 

@@ -75,6 +75,7 @@ def line_tiles(problem: Problem) -> int:
 class HopperCall(Call):
     """One backward pass: the Triton backend's, and the kernels of this backend."""
 
+    ALIGNED = False
     plan: BackwardPlan
     own_do: Tensor
     """do as the copy engine reads it, in the inputs' type."""

@@ -21,7 +21,7 @@ PREPARE = Entry(
         "dl_b:i64", "dl_h:i64", "dl_n:i64", *_SIZES, "row_tiles", *_OFFSETS, "few", *_FACTORS, "limit:fp32",
     ),
     _FOLDS[:3],
-    ("EXACT", "HAS_MASK", "HAS_TERMS", "DROPOUT", "VARLEN", "LAST", "BLOCK_M", "BLOCK_N", *_SHAPE),
+    ("EXACT", "HAS_MASK", "HAS_TERMS", "DROPOUT", "VARLEN", "LAST", "BLOCK_M", "BLOCK_N", *_SHAPE, "ALIGNED"),
 )  # fmt: skip
 KEYS = Entry(
     "key_gradients", "tilewise.backends.triton.key_kernel", "key_program",
@@ -33,8 +33,9 @@ KEYS = Entry(
     ),
     _FOLDS,
     (
-        "HAS_MASK", "HAS_TERMS", "DROPOUT", "VARLEN", "LAST", "SITES", "BLOCK_M", "BLOCK_N", "STAGES", *_SHAPE,
-        "TMA", "CAREFUL",
+        "HAS_MASK", "HAS_TERMS", "SLOPED", "DROPOUT", "VARLEN", "LAST", "SITES", "BLOCK_M", "BLOCK_N",
+        "STAGES", *_SHAPE,
+        "TMA", "CAREFUL", "ALIGNED",
     ),
 )  # fmt: skip
 ROWS = Entry(
@@ -46,8 +47,9 @@ ROWS = Entry(
     ),
     _FOLDS,
     (
-        "HAS_MASK", "HAS_TERMS", "DROPOUT", "VARLEN", "LAST", "SITES", "PAIR", "PAIR_STEP", "BLOCK_M", "BLOCK_N",
-        "STAGES", *_SHAPE, "TMA", "CAREFUL",
+        "HAS_MASK", "HAS_TERMS", "SLOPED", "DROPOUT", "VARLEN", "LAST", "SITES", "PAIR", "PAIR_STEP",
+        "BLOCK_M", "BLOCK_N",
+        "STAGES", *_SHAPE, "TMA", "CAREFUL", "ALIGNED",
     ),
 )  # fmt: skip
 
@@ -62,5 +64,5 @@ def site_entry(site: int) -> Entry:
             *_OFFSETS, *_FACTORS,
         ),
         (*_FOLDS[:3], f"site{site}_indices"),
-        ("MODE", "SITE", "HAS_MASK", "DROPOUT", "VARLEN", "LAST", "BLOCK_M", "BLOCK_N", *_SHAPE),
+        ("MODE", "SITE", "HAS_MASK", "DROPOUT", "VARLEN", "LAST", "BLOCK_M", "BLOCK_N", *_SHAPE, "ALIGNED"),
     )  # fmt: skip

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilewise.backends.triton.launch import four_strides
+from tilewise.backends.triton.source import derivative_roots
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tilewise.backends.triton.launch_backward import Call
     from tilewise.problem import Problem
 
 
@@ -22,6 +24,39 @@ def descriptor(problem: Problem, t: Tensor, rows: int, width: int) -> Any:
         x if n > 1 or d == 3 else 16 for d, (x, n) in enumerate(zip(view.stride(), view.shape, strict=True))
     ]
     return TensorDescriptor(view, list(view.shape), strides, [1, 1, rows, width])
+
+
+def row_descriptors(call: Call, rows: int) -> tuple[Any, ...]:
+    """q, do, and, where heads begin at multiples of 16 bytes, m and delta, in tiles of some rows."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    def line(t: Tensor) -> Any:
+        heads = t.numel() // call.pitch
+        return TensorDescriptor(t, [heads, call.problem.shape.seqlen_q], [call.pitch, 1], [1, rows])
+
+    pairs = ((call.inputs.q, call.d), (call.do, call.dv))
+    found = tuple(descriptor(call.problem, t, rows, w) for t, w in pairs)
+    return (*found, line(call.m), line(call.delta)) if call.aligned else (*found, None, None)
+
+
+def key_descriptors(call: Call, keys: int) -> tuple[Any, ...]:
+    """k and v in tiles of some keys."""
+    pairs = ((call.inputs.k, call.d), (call.inputs.v, call.dv))
+    return tuple(descriptor(call.problem, t, keys, w) for t, w in pairs)
+
+
+def pair_strides(problem: Problem, site: int, target: Tensor) -> tuple[tuple[int, ...], int]:
+    """Strides of a pairwise leaf's gradient along batch, head, row and column (0 where it has one element), in units
+    of a step that is more than 1 where columns are contiguous and rows aligned; and that step."""
+    names = [str(a.value) for a in derivative_roots(problem.spec)[1][site].args]
+    found = dict(zip(names, target.stride(), strict=True))
+    sizes = dict(zip(names, target.shape, strict=True))
+    strides = tuple(found[n] if sizes.get(n, 1) > 1 else 0 for n in ("b", "h", "i", "j"))
+    step = 16 // target.element_size()
+    divided = (*strides[:3], problem.shape.seqlen_k)
+    if strides[3] != 1 or target.data_ptr() & 15 or any(x % step for x in divided):
+        return strides, 1
+    return (*(x // step for x in strides[:3]), 1), step
 
 
 class Layout(NamedTuple):

@@ -11,6 +11,7 @@ import torch
 
 from tilewise import tuning
 from tilewise.backends.triton.tiles import Tiles, keys_per_sequence, padded, rows_per_sequence
+from tilewise.spec import expression as ex
 
 if TYPE_CHECKING:
     from tilewise.backends.triton.machine import Machine
@@ -23,37 +24,54 @@ instructions, and gives wrong results or faults for some widths where loads are 
 
 
 class BackwardTiles(NamedTuple):
-    """A choice for each kernel; careful: those of the second look."""
+    """A choice for each kernel; careful: those of the second look; registers: the most that a thread of the key kernel
+    has, 0 for no bound."""
 
     keys: Tiles
     rows: Tiles
     prepare: Tiles
     careful: Tiles
     swizzle: int
+    registers: int = 0
 
 
-def table_key(problem: Problem) -> str:
-    """What a measured choice depends on, as the key of a tuning table."""
-    s = problem.shape
+def table_keys(problem: Problem) -> tuple[str, ...]:
+    """What a measured choice depends on, as keys of a tuning table; the first that the table has decides.
+
+    A mask that reads numbers of the call or leaves, as windows and documents do, is "narrowed": a tile of rows sees
+    fewer keys than under one of positions alone, as a rule, so that short runs of tiles have to be quick.
+    """
+    s, keep = problem.shape, problem.spec.keep
     bits = 8 * problem.dtype.itemsize
-    masked = "masked" if problem.spec.keep is not None else "full"
+    kinds = ["full"] if keep is None else ["masked"]
+    if keep is not None and any(n.op in ("int_scalar", "float_scalar", "load") for n in ex.topological(keep)):
+        kinds.insert(0, "narrowed")
     terms = "-terms" if problem.spec.score is not None else ""
     dropout = "-dropout" if problem.spec.dropout else ""
-    return f"{bits}-d{padded(s.head_dim)}-{padded(s.head_dim_v)}-{masked}{terms}{dropout}"
+    sizes = f"{bits}-d{padded(s.head_dim)}-{padded(s.head_dim_v)}"
+    return tuple(f"{sizes}-{kind}{terms}{dropout}" for kind in kinds)
+
+
+def _measured(problem: Problem, machine: Machine, kernel: str) -> tuple[int, ...] | None:
+    for key in table_keys(problem):
+        found = tuning.lookup(machine.name, kernel, key)
+        if found is not None:
+            return found
+    return None
 
 
 def choose_backward(problem: Problem, machine: Machine) -> BackwardTiles:
     """Tiles of the three kernels."""
     d, dv = padded(problem.shape.head_dim), padded(problem.shape.head_dim_v)
-    key, widest = table_key(problem), max(d, dv)
+    widest = max(d, dv)
     if problem.dtype == torch.float32:
         size = 16 if widest > 128 else 32
         keys = rows = Tiles(size, size, 8 if widest > 256 else 4, 1)
     else:
         keys, rows = _key_tiles(widest, machine), _row_tiles(widest, machine)
-    found_keys = tuning.lookup(machine.name, "triton.keys", key)
-    found_rows = tuning.lookup(machine.name, "triton.rows", key)
-    swizzle = tuning.lookup(machine.name, "triton.swizzle", key)
+    found_keys, found_rows = (_measured(problem, machine, f"triton.{kernel}") for kernel in ("keys", "rows"))
+    swizzle = _measured(problem, machine, "triton.swizzle")
+    registers = _measured(problem, machine, "triton.registers")
     keys = Tiles(*found_keys) if found_keys else _shorten(problem, keys)
     rows = Tiles(*found_rows) if found_rows else _shorten(problem, rows)
     small = 16 if problem.dtype == torch.float32 and widest > 128 else UNPIPELINED
@@ -69,6 +87,7 @@ def choose_backward(problem: Problem, machine: Machine) -> BackwardTiles:
             machine,
         ),
         swizzle[0] if swizzle else (4 if problem.spec.keep is not None else 1),
+        registers[0] if registers else 0,
     )
 
 
@@ -156,6 +175,7 @@ def narrow(tiles: BackwardTiles) -> BackwardTiles:
     """The same for rows of which no 16 bytes can be loaded at once, so that nothing is loaded ahead."""
     keys, rows = tiles.keys, tiles.rows
     return tiles._replace(
+        registers=0,
         keys=keys._replace(block_n=min(keys.block_n, UNPIPELINED), stages=1),
         rows=rows._replace(block_m=min(rows.block_m, UNPIPELINED), stages=1),
     )

@@ -13,10 +13,15 @@ from tilewise.backends.triton.backward_words import (
     CHUNK,
     INF,
     add_sums,
+    any_marked,
     contribution,
     finite,
+    piece_of,
+    pitch_of,
     start_sums,
     store_sums,
+    store_tile,
+    survey,
     weights,
 )
 from tilewise.backends.triton.forward_kernel import find_sequence, load_tile, position_offset, sequence_length
@@ -24,31 +29,75 @@ from tilewise.backends.triton.philox import kept_tile
 
 
 @triton.jit
+def statistics(m_ptr, delta_ptr, i0, n_q, BLOCK_M: tl.constexpr):
+    """m and delta of a tile of rows; one base and one bound for all of them, so that addresses are constants apart."""
+    n = tl.arange(0, BLOCK_M)
+    inside = n < n_q - i0
+    m = tl.load(m_ptr + i0 + n, mask=inside, other=INF)
+    return m, tl.load(delta_ptr + i0 + n, mask=inside, other=0.0)
+
+
+@triton.jit
 def absorb_rows(
-    dk, dv, sums, k, v, first, last, q_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, q_desc, do_desc, m_desc, delta_desc,
-    b_desc, start, line, q_n, q_d, g_n, g_d, size_d, size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h,
-    g, scale, seed, threshold, drop_factor, h_word, b_word, data, derive, keep, classify, MASKED: tl.constexpr,
-    CAREFUL: tl.constexpr, STAGES: tl.constexpr, HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr,
+    dk, dv, sums, k, v, first, full, after, past, tensors, place, numbers, data, derive, keep, classify,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr, STAGES: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr,
     DROPOUT: tl.constexpr, SITES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv and the column sums after the row tiles first .. last - 1 of one head."""
-    for t in tl.range(first, last, num_stages=STAGES):
-        rows = t * BLOCK_M + tl.arange(0, BLOCK_M)
+    """dk, dv and the column sums after the row tiles first .. past - 1 of one head.
+
+    MASKED: "no" and "yes" say that all of them are FULL, or PARTIAL; "ends", that full .. after - 1 are FULL.
+    """
+    (
+        q_ptr,
+        do_ptr,
+        m_ptr,
+        low_ptr,
+        delta_ptr,
+        q_n,
+        q_d,
+        g_n,
+        g_d,
+        size_d,
+        size_dv,
+        descriptors,
+        b_desc,
+        start,
+        unit,
+    ) = tensors
+    q_desc, do_desc, m_desc, delta_desc = descriptors
+    j, k_pos, j0, j1, n_q, n_k, q_offset, k_offset, b, h, g = place
+    scale, seed, threshold, drop_factor, h_word, b_word = numbers
+    for t in tl.range(first, past, num_stages=STAGES):
+        i0 = t * BLOCK_M
+        rows = i0 + tl.arange(0, BLOCK_M)
         inside = rows < n_q
         if TMA:
-            i0 = t * BLOCK_M
             q = q_desc.load([b_desc, h, start + i0, 0]).reshape(BLOCK_M, D_PAD)
             do = do_desc.load([b_desc, h, start + i0, 0]).reshape(BLOCK_M, DV_PAD)
-            m = m_desc.load([0, line + i0]).reshape(BLOCK_M)
-            delta = delta_desc.load([0, line + i0]).reshape(BLOCK_M)
+            if VARLEN:
+                # Sequences begin anywhere, the copy engine reads from multiples of 16 bytes. The branch, which is
+                # always taken, keeps the loads from being made ahead element by element.
+                m = tl.full([BLOCK_M], INF, tl.float32)
+                delta = tl.zeros([BLOCK_M], tl.float32)
+                if i0 < n_q:
+                    m, delta = statistics(m_ptr, delta_ptr, i0, n_q, BLOCK_M)
+            else:
+                # Both before either is used: then they share a barrier.
+                m_line, delta_line = m_desc.load([unit, i0]), delta_desc.load([unit, i0])
+                m, delta = m_line.reshape(BLOCK_M), delta_line.reshape(BLOCK_M)
+                if i0 + BLOCK_M > n_q:
+                    m = tl.where(inside, m, INF)
         else:
-            if MASKED and HAS_MASK:
+            if MASKED == "yes" and HAS_MASK:
                 # A row that sees none of these keys is not read: it may hold anything.
                 inside = inside & (classify(rows, rows, j0, j1, q_offset, k_offset, b, h, h, g, data) != 0)
-            q = load_tile(q_ptr, rows, q_n, q_d, size_d, inside, MASKED, D_PAD, EVEN, STEP, UNIT)
-            do = load_tile(do_ptr, rows, g_n, g_d, size_dv, inside, MASKED, DV_PAD, EVEN_V, STEP, UNIT)
+            q = load_tile(q_ptr, rows, q_n, q_d, size_d, inside, MASKED == "yes", D_PAD, EVEN, STEP, UNIT)
+            do = load_tile(
+                do_ptr, rows, g_n, g_d, size_dv, inside, MASKED == "yes", DV_PAD, EVEN_V, STEP, UNIT
+            )
             do = do.to(v.dtype)
             m = tl.load(m_ptr + rows, mask=inside, other=INF)
             delta = tl.load(delta_ptr + rows, mask=inside, other=0.0)
@@ -67,16 +116,17 @@ def absorb_rows(
         p, found = weights(
             s, m[None, :], low[None, :], scale, i, j, q_pos, k_pos, b, h, g, data, derive, HAS_TERMS, CAREFUL
         )
-        if MASKED:
-            visible = inside[None, :] & (j < n_k)
-            if HAS_MASK and not (CAREFUL or VARLEN or TMA):
-                # Columns past the end are not stored, and rows past it have m = +inf.
-                visible = keep(s, i, j, q_pos, k_pos, b, h, g, data)
-            elif HAS_MASK:
+        # Columns past the end are not stored, and rows past it have m = +inf.
+        if CAREFUL:
+            visible = inside[None, :] & (j < n_k) & (m != INF)[None, :]
+            if HAS_MASK:
                 visible = visible & keep(s, i, j, q_pos, k_pos, b, h, g, data)
-            if CAREFUL:
-                visible = visible & (m != INF)[None, :]
             p = tl.where(visible, p, 0.0)
+        elif HAS_MASK and MASKED == "yes":
+            p = tl.where(keep(s, i, j, q_pos, k_pos, b, h, g, data), p, 0.0)
+        elif HAS_MASK and MASKED == "ends":
+            if (t < full) | (t >= after):
+                p = tl.where(keep(s, i, j, q_pos, k_pos, b, h, g, data), p, 0.0)
         w = p
         if DROPOUT:
             kept = tl.trans(
@@ -100,7 +150,7 @@ def absorb_rows(
             w = tl.where(visible, w + (delta - delta)[None, :], 0.0)
             q, do = finite(q), finite(do)
         sums = add_sums(sums, p, ds, found, SITES)
-        if HAS_TERMS:
+        if SLOPED:
             ds = contribution(p, ds, found[1])
         dv = tl.dot(w.to(do.dtype), do, dv, input_precision=PRECISION)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
@@ -114,12 +164,13 @@ def key_tile(
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dk_b, dk_h, dk_n, dv_b, dv_h,
     dv_n, batch, heads, group, seqlen_q, seqlen_k, key_tiles, swizzle, q_offset, k_offset, h_offset, b_offset,
     size_d, size_dv, threshold, scale, drop_factor, data, derive, keep, classify, classify_coarse,
-    HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr, DROPOUT: tl.constexpr,
+    VARLEN: tl.constexpr,
     LAST: tl.constexpr, SITES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the grid. Strides of q, k, v and do are in units of STEP elements."""
+    """One tile of the grid. Strides of q, k, v, do, dk and dv are in units of STEP elements."""
     # ---- which keys ----
     heads_kv = heads // group
     units = heads_kv if VARLEN else batch * heads_kv
@@ -150,14 +201,11 @@ def key_tile(
     b_wide, g_wide = tl.cast(tensor_b, tl.int64), tl.cast(g, tl.int64)
     k_base = k_ptr + (b_wide * k_b + g_wide * k_h + key0 * k_n) * STEP
     v_base = v_ptr + (b_wide * v_b + g_wide * v_h + key0 * v_n) * STEP
-    marked = 0
-    for member in range(0, group):
-        marked = tl.maximum(marked, tl.load(marks_ptr + b * heads + g * group + member))
-    # Marked heads are left to the second look, which takes no others.
-    mine = marked > 0 if CAREFUL else marked == 0
-    own = own & mine
     k = load_tile(k_base, columns, k_n, k_d, size_d, own, True, D_PAD, EVEN, STEP, UNIT)
     v = load_tile(v_base, columns, v_n, v_d, size_dv, own, True, DV_PAD, EVEN_V, STEP, UNIT)
+    # Marked heads are left to the second look, which takes no others.
+    marked = any_marked(marks_ptr + b * heads + g * group, group)
+    mine = marked if CAREFUL else marked == 0
     seed = 0
     if DROPOUT:
         seed = tl.load(seed_ptr)
@@ -168,19 +216,23 @@ def key_tile(
     # ---- its rows ----
     for member in range(0, tl.where(mine, group, 0)):
         h = g * group + member
-        line = (b_wide * heads + h) * seqlen_q + row0
+        line = (b_wide * heads + h) * pitch_of(seqlen_q, ALIGNED) + row0
         h_wide = tl.cast(h, tl.int64)
-        q_base = q_ptr + (b_wide * q_b + h_wide * q_h + row0 * q_n) * STEP
-        do_base = do_ptr + (b_wide * g_b + h_wide * g_h + row0 * g_n) * STEP
+        tensors = (
+            q_ptr + (b_wide * q_b + h_wide * q_h + row0 * q_n) * STEP,
+            do_ptr + (b_wide * g_b + h_wide * g_h + row0 * g_n) * STEP,
+            m_ptr + line, low_ptr + line, delta_ptr + line, q_n, q_d, g_n, g_d, size_d, size_dv,
+            (q_desc, do_desc, m_desc, delta_desc), tensor_b, row0, b * heads + h
+        )  # fmt: skip
+        place = (j, k_pos, j0, j1, n_q, n_k, q_offset, k_offset, b, h, g)
+        numbers = (scale, seed, threshold, drop_factor, h + h_offset, b + b_offset)
         sums = start_sums(BLOCK_N, SITES)
         if CAREFUL:
             dk, dv, sums = absorb_rows(
-                dk, dv, sums, k, v, 0, row_tiles, q_base, do_base, m_ptr + line, low_ptr + line, delta_ptr + line,
-                q_desc, do_desc, m_desc, delta_desc, tensor_b, row0, line.to(tl.int32), q_n, q_d, g_n, g_d, size_d,
-                size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h, g, scale, seed, threshold,
-                drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, True, True, STAGES, HAS_MASK,
-                HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
-                TMA, VARLEN)  # fmt: skip
+                dk, dv, sums, k, v, 0, 0, 0, row_tiles, tensors, place, numbers, data, derive, keep, classify,
+                "yes", True, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD,
+                DV_PAD, EVEN,
+                EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
         elif HAS_MASK:
             chunk = 0
             while chunk < row_tiles:
@@ -190,7 +242,6 @@ def key_tile(
                     chunk * BLOCK_M, last_row, j0, j1, q_offset, k_offset, b, h, h, g, data
                 )
                 if live != 0:
-                    at = chunk
                     t = chunk + tl.arange(0, CHUNK)
                     high = tl.minimum(t * BLOCK_M + BLOCK_M, n_q) - 1
                     kind = classify(
@@ -198,66 +249,67 @@ def key_tile(
                     ) + tl.zeros_like(t)
                     kind = tl.where(t * BLOCK_M + BLOCK_M > n_q, tl.minimum(kind, 1), kind)
                     kind = tl.where(t < stop, kind, 0)
-                    while at < stop:
-                        first = tl.min(tl.where((t >= at) & (kind != 0), t, stop), 0)
-                        middle = tl.min(tl.where((t >= first) & (kind != 1), t, stop), 0)
-                        at = tl.min(tl.where((t >= middle) & (kind != 2), t, stop), 0)
-                        dk, dv, sums = absorb_rows(
-                            dk, dv, sums, k, v, first, middle, q_base, do_base, m_ptr + line,
-                            low_ptr + line, delta_ptr + line, q_desc, do_desc, m_desc, delta_desc,
-                            tensor_b, row0, line.to(tl.int32), q_n, q_d, g_n, g_d, size_d, size_dv,
-                            n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h, g, scale, seed,
-                            threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep,
-                            classify, True, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES,
-                            BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
-                            TMA, VARLEN)  # fmt: skip
-                        dk, dv, sums = absorb_rows(
-                            dk, dv, sums, k, v, middle, at, q_base, do_base, m_ptr + line, low_ptr + line,
-                            delta_ptr + line, q_desc, do_desc, m_desc, delta_desc, tensor_b, row0, line.to(tl.int32),
-                            q_n, q_d, g_n, g_d, size_d, size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h,
-                            g, scale, seed, threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep,
-                            classify, False, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N,
-                            D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
+                    first, full, after, past, simple = survey(kind, t, stop)
+                    at = first
+                    end = past
+                    while at < end:
+                        if simple == 0:
+                            first, full, after, past = piece_of(kind, t, at, stop)
+                        if TMA:
+                            dk, dv, sums = absorb_rows(
+                                dk, dv, sums, k, v, first, full, after, past, tensors, place, numbers, data, derive,
+                                keep, classify, "ends", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT,
+                                SITES, BLOCK_M,
+                                BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
+                            at = past
+                        else:
+                            dk, dv, sums = absorb_rows(
+                                dk, dv, sums, k, v, first, full, full, full, tensors, place, numbers, data, derive,
+                                keep, classify, "yes", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT,
+                                SITES, BLOCK_M,
+                                BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
+                            dk, dv, sums = absorb_rows(
+                                dk, dv, sums, k, v, full, full, after, after, tensors, place, numbers, data, derive,
+                                keep, classify, "no", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT,
+                                SITES, BLOCK_M,
+                                BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
+                            at = after
+                            first, full, after = after, past, past
                 chunk = stop
+        elif TMA:
+            dk, dv, sums = absorb_rows(
+                dk, dv, sums, k, v, 0, 0, row_tiles, row_tiles, tensors, place, numbers, data, derive, keep, classify,
+                "no", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD,
+                DV_PAD, EVEN, EVEN_V,
+                STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
         else:
             middle = tl.minimum(n_q // BLOCK_M, row_tiles)
             dk, dv, sums = absorb_rows(
-                dk, dv, sums, k, v, 0, middle, q_base, do_base, m_ptr + line, low_ptr + line, delta_ptr + line,
-                q_desc, do_desc, m_desc, delta_desc, tensor_b, row0, line.to(tl.int32), q_n, q_d, g_n, g_d, size_d,
-                size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h, g, scale, seed, threshold,
-                drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, False, False, STAGES,
-                HAS_MASK, HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-                PRECISION, TMA, VARLEN)  # fmt: skip
-            dk, dv, sums = absorb_rows(
-                dk, dv, sums, k, v, middle, row_tiles, q_base, do_base, m_ptr + line, low_ptr + line,
-                delta_ptr + line, q_desc, do_desc, m_desc, delta_desc, tensor_b, row0, line.to(tl.int32), q_n, q_d,
-                g_n, g_d, size_d, size_dv, n_q, j, k_pos, j0, j1, n_k, q_offset, k_offset, b, h, g, scale, seed,
-                threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, True, False,
-                STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP,
+                dk, dv, sums, k, v, 0, 0, middle, middle, tensors, place, numbers, data, derive, keep, classify, "no",
+                False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD,
+                EVEN, EVEN_V, STEP,
                 UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
+            dk, dv, sums = absorb_rows(
+                dk, dv, sums, k, v, middle, 0, 0, row_tiles, tensors, place, numbers, data, derive, keep, classify,
+                "yes", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD,
+                DV_PAD, EVEN,
+                EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
         at_line = (b_wide * heads + h) * seqlen_k + key0 + columns
-        store_sums(sums_ptr, sums, batch * heads * seqlen_k, at_line, own, SITES)
+        store_sums(sums_ptr, sums, batch * heads * seqlen_k, at_line, own & mine, SITES)
 
     # ---- finish ----
     if not CAREFUL:
         wrong = tl.max((dk != dk).to(tl.int32), 1) | tl.max((dv != dv).to(tl.int32), 1)
-        if tl.max(wrong, 0) > 0:
+        if tl.max(tl.where(own, wrong, 0), 0) > 0:
             tl.store(marks_ptr + batch * heads, 1)
             for member in range(0, group):
                 tl.store(marks_ptr + b * heads + g * group + member, 1)
-    d, d_v = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
-    dk_rows = dk_ptr + b_wide * dk_b + g_wide * dk_h + (key0 + columns).to(tl.int64)[:, None] * dk_n
-    dv_rows = dv_ptr + b_wide * dv_b + g_wide * dv_h + (key0 + columns).to(tl.int64)[:, None] * dv_n
     if DROPOUT:
         dv = dv * drop_factor
-    tl.store(
-        dk_rows + d[None, :],
-        (dk * scale).to(dk_ptr.dtype.element_ty),
-        mask=own[:, None] & (d < size_d)[None, :],
-    )
-    tl.store(
-        dv_rows + d_v[None, :], dv.to(dv_ptr.dtype.element_ty), mask=own[:, None] & (d_v < size_dv)[None, :]
-    )
+    dk_base = dk_ptr + (b_wide * dk_b + g_wide * dk_h + key0 * dk_n) * STEP
+    dv_base = dv_ptr + (b_wide * dv_b + g_wide * dv_h + key0 * dv_n) * STEP
+    store_tile(dk_base, dk * scale, columns, dk_n, size_d, own & mine, D_PAD, STEP)
+    store_tile(dv_base, dv, columns, dv_n, size_dv, own & mine, DV_PAD, STEP)
 
 
 @triton.jit
@@ -267,10 +319,11 @@ def key_program(
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dk_b, dk_h, dk_n, dv_b, dv_h,
     dv_n, batch, heads, group, seqlen_q, seqlen_k, key_tiles, swizzle, q_offset, k_offset, h_offset, b_offset,
     size_d, size_dv, threshold, scale, drop_factor, data, derive, keep, classify, classify_coarse,
-    HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr, DROPOUT: tl.constexpr,
+    VARLEN: tl.constexpr,
     LAST: tl.constexpr, SITES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of the grid; of the second look, a share of all tiles, if any head is marked."""
     if CAREFUL:
@@ -279,12 +332,14 @@ def key_program(
         for number in range(tl.program_id(0), total, tl.num_programs(0)):
             key_tile(
                 number, q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dk_ptr, dv_ptr, sums_ptr,
-                seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, q_desc, do_desc,
-                m_desc, delta_desc, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
+                seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, q_desc,
+                do_desc, m_desc, delta_desc,
+                q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
                 dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, batch, heads, group, seqlen_q, seqlen_k, key_tiles, swizzle,
                 q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor, data,
-                derive, keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, DROPOUT, VARLEN, LAST, SITES, BLOCK_M,
-                BLOCK_N, STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL)  # fmt: skip
+                derive, keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, VARLEN, LAST,
+                SITES, BLOCK_M,
+                BLOCK_N, STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL, ALIGNED)  # fmt: skip
     else:
         key_tile(
             tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dk_ptr, dv_ptr,
@@ -292,5 +347,6 @@ def key_program(
             do_desc, m_desc, delta_desc, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n,
             g_d, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, batch, heads, group, seqlen_q, seqlen_k, key_tiles, swizzle,
             q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor, data, derive,
-            keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, DROPOUT, VARLEN, LAST, SITES, BLOCK_M, BLOCK_N,
-            STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL)  # fmt: skip
+            keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, VARLEN, LAST, SITES,
+            BLOCK_M, BLOCK_N,
+            STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL, ALIGNED)  # fmt: skip

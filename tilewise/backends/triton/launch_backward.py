@@ -10,7 +10,7 @@ import torch
 
 from tilewise.backends.protocol import Gradients, Needs
 from tilewise.backends.triton.backward_entries import KEYS, PREPARE, ROWS, site_entry
-from tilewise.backends.triton.backward_layout import descriptor, layout_of
+from tilewise.backends.triton.backward_layout import key_descriptors, layout_of, pair_strides, row_descriptors
 from tilewise.backends.triton.backward_tiles import BackwardTiles, choose_backward, narrow
 from tilewise.backends.triton.compile import Build, types_of
 from tilewise.backends.triton.launch import (
@@ -38,11 +38,17 @@ if TYPE_CHECKING:
     from tilewise.backends.triton.source import Entry
     from tilewise.backends.triton.tiles import Tiles
     from tilewise.problem import Inputs, Problem
+    from tilewise.spec.attention import AttentionSpec
 
 TMA_WORK = 2.0e10
 """Operations from which descriptors are worth their host time; the forward's number."""
 FEWEST_AHEAD = 32
 """Rows of a tile that comes by a descriptor, at least: 16 fault in Triton 3.6 (measured on an H200)."""
+SLOPES = -1
+"""In the place of a site: the sum of a row's slopes."""
+FEW_REGISTERS = 64
+"""Of a thread of `prepare_kernel`, for each 128 of the head dimension: what it does as a rule needs no more, and is
+over soonest where many programs read at once. Its slow part spills."""
 FEW_KEYS = 64
 """So few keys that a row may see one only, whose slope must be 0 to the last bit."""
 LARGE = {torch.float32: 8.0, torch.float16: 256.0, torch.bfloat16: 1024.0}
@@ -51,6 +57,9 @@ LARGE = {torch.float32: 8.0, torch.float16: 256.0, torch.bfloat16: 1024.0}
 
 class Call:
     """One backward pass: what its kernels have in common."""
+
+    ALIGNED = True
+    """Whether each head's statistics of rows begin at a multiple of 16 bytes (packed sequences' never do)."""
 
     def __init__(
         self, problem: Problem, inputs: Inputs, saved: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor | None],
@@ -88,7 +97,9 @@ class Call:
         self.data = fill(
             slots, inputs.leaves, inputs.ints, inputs.floats, tables(slots, inputs.leaves, self.device)
         )
-        lines = (1 if self.varlen else s.batch) * s.num_heads_q * s.seqlen_q
+        self.aligned = self.ALIGNED and not self.varlen
+        self.pitch = -(-s.seqlen_q // 4) * 4 if self.aligned else s.seqlen_q
+        lines = (1 if self.varlen else s.batch) * s.num_heads_q * self.pitch
         # What lies outside of every sequence is written by nobody, and takes no part.
         self.m = (
             inputs.q.new_full((lines,), math.inf, dtype=torch.float32) if self.varlen else self._floats(lines)
@@ -120,11 +131,12 @@ class Call:
         """Every constant that some kernel takes, of which each takes its own."""
         spec, s = self.problem.spec, self.problem.shape
         return {
-            "HAS_MASK": spec.keep is not None, "HAS_TERMS": spec.score is not None, "DROPOUT": spec.dropout,
+            "HAS_MASK": spec.keep is not None, "HAS_TERMS": spec.score is not None, "SLOPED": is_sloped(spec),
+            "DROPOUT": spec.dropout,
             "VARLEN": self.varlen, "LAST": self.inputs.q_offset is None, "BLOCK_M": tiles.block_m,
             "BLOCK_N": tiles.block_n, "STAGES": tiles.stages, "D_PAD": self.d, "DV_PAD": self.dv,
             "EVEN": self.d == s.head_dim, "EVEN_V": self.dv == s.head_dim_v, "STEP": self.layout.step,
-            "UNIT": self.layout.unit, "PRECISION": precision_of(self.problem.dtype),
+            "UNIT": self.layout.unit, "PRECISION": precision_of(self.problem.dtype), "ALIGNED": self.aligned,
         }  # fmt: skip
 
     def blocks(self, block: int, rows: bool) -> int:
@@ -134,10 +146,11 @@ class Call:
         return total // block + s.batch if self.varlen else -(-total // block)
 
     def launch(
-        self, entry: Entry, tiles: Tiles, grid: int, values: tuple[object, ...], **constants: object
-    ) -> None:
+        self, entry: Entry, tiles: Tiles, grid: int, values: tuple[object, ...], registers: int = 0,
+        **constants: object,
+    ) -> None:  # fmt: skip
         """Run; what is not known beforehand (`backward`) is compiled at first use, or noted in `ahead`, if that is a
-        list."""
+        list. registers: the most a thread may have, 0 for no bound."""
         values = (*values, *self.data)
         if self.runs is not None:
             next(self.runs)(grid, values)
@@ -158,7 +171,7 @@ class Call:
         known = self.constants(tiles) | constants
         build = Build(
             types_of(names, values, argument_types(entry, self.slots)), aligned,
-            tuple((name, known[name]) for name in entry.constants), tiles.warps, max(tiles.stages, 1),
+            tuple((name, known[name]) for name in entry.constants), tiles.warps, max(tiles.stages, 1), registers,
         )  # fmt: skip
         wanted = Wanted(self.problem, self.slots, entry, build, self.device, (entry,))
         if self.ahead is not None:
@@ -190,7 +203,10 @@ class Call:
             *self.strides, *self.layout.strides[4], *per_row(self.lse), *per_row(dlse), *self.sizes, row_tiles,
             *self.offsets, FEW_KEYS, *self.factors, LARGE[self.problem.dtype],
         )  # fmt: skip
-        self.launch(PREPARE, tiles, units * row_tiles, values, EXACT=not self.problem.options.subset)
+        few = FEW_REGISTERS * (1 if max(self.d, self.dv) <= 128 else 2)
+        registers = few if machine_of(self.device).kind == "cuda" and max(self.d, self.dv) <= 256 else 0
+        exact = not self.problem.options.subset
+        self.launch(PREPARE, tiles, units * row_tiles, values, registers, EXACT=exact)
 
     def key_gradients(
         self, sites: tuple[int, ...], made: tuple[Tensor, Tensor] | None = None
@@ -205,14 +221,15 @@ class Call:
         for careful, tiles in passes[made is not None :]:
             key_tiles = self.blocks(tiles.block_n, False)
             tma = self.tma and not careful and tiles.block_m >= FEWEST_AHEAD
-            found = self.row_descriptors(tiles.block_m) if tma else (None,) * 4
+            found = row_descriptors(self, tiles.block_m) if tma else (None,) * 4
             values = (
                 *self.tensors, *self.rows, self.marks, dk, dv, sums, *self.places, *found, *self.strides,
-                *four_strides(self.problem, dk)[:3], *four_strides(self.problem, dv)[:3], *self.sizes, key_tiles,
+                *self.written(dk), *self.written(dv), *self.sizes, key_tiles,
                 self.tiles.swizzle, *self.offsets, *self.factors,
             )  # fmt: skip
             constants = {"SITES": sites, "TMA": tma, "CAREFUL": careful}
-            self.launch(KEYS, tiles, self.grid(units * key_tiles, careful), values, **constants)
+            registers = 0 if careful else self.tiles.registers
+            self.launch(KEYS, tiles, self.grid(units * key_tiles, careful), values, registers, **constants)
         return dk, dv, sums
 
     def row_gradients(
@@ -224,15 +241,16 @@ class Call:
         dq = self._gradient(self.inputs.q) if made is None else made
         sums = self._sums(sites, s.seqlen_q)
         units = s.num_heads_q * (1 if self.varlen else s.batch)
-        strides, step = ((0, 0, 0, 0), 1) if target is None else self.pair_strides(pair, target)
+        strides, step = ((0, 0, 0, 0), 1) if target is None else pair_strides(self.problem, pair, target)
         passes = ((False, self.tiles.rows), (True, self.tiles.careful))
         for careful, tiles in passes[made is not None :]:
             row_tiles = self.blocks(tiles.block_m, True)
             tma = self.tma and not careful and tiles.block_n >= FEWEST_AHEAD
-            found = self.key_descriptors(tiles.block_n) if tma else (None, None)
+            found = key_descriptors(self, tiles.block_n) if tma else (None, None)
             values = (
-                *self.tensors, *self.rows, self.marks, dq, sums, dq if target is None else target, *self.places, *found,
-                *self.strides, *four_strides(self.problem, dq)[:3], *strides, *self.sizes, row_tiles,
+                *self.tensors, *self.rows, self.marks, dq, sums, dq if target is None else target,
+                *self.places, *found,
+                *self.strides, *self.written(dq), *strides, *self.sizes, row_tiles,
                 self.tiles.swizzle, *self.offsets, *self.factors,
             )  # fmt: skip
             constants = {"SITES": sites, "PAIR": pair, "PAIR_STEP": step, "TMA": tma, "CAREFUL": careful}
@@ -250,12 +268,11 @@ class Call:
             "diagonal": units * (row_tiles + key_tiles - 1),
         }[mode]  # fmt: skip
         values = (
-            *self.tensors, *self.rows, target, *self.places, *self.strides, *strides, *self.sizes, row_tiles, key_tiles,
+            *self.tensors, *self.rows, target, *self.places, *self.strides, *strides, *self.sizes, row_tiles,
+            key_tiles,
             leaf_batch, leaf_heads, *self.offsets, *self.factors,
         )  # fmt: skip
         self.launch(site_entry(site), tiles, grid, values, MODE=mode, SITE=site)
-
-    # ---- descriptors ---------------------------------------------------------------------------------------
 
     def _wants_tma(self) -> bool:
         """Whether FULL tiles come by descriptors: where the hardware has them, and the call is long enough."""
@@ -270,46 +287,21 @@ class Call:
         work = 5.0 * batch * s.num_heads_q * s.seqlen_q * s.seqlen_k * (s.head_dim + s.head_dim_v)
         return work >= TMA_WORK and min(s.head_dim, s.head_dim_v) > 0 and self.m.numel() < 2**31
 
-    def row_descriptors(self, rows: int) -> tuple[Any, ...]:
-        """q, do, m and delta in tiles of some rows."""
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        def line(t: Tensor) -> Any:
-            return TensorDescriptor(t, [1, t.numel()], [-(-t.numel() // 4) * 4, 1], [1, rows])
-
-        q, do = (
-            descriptor(self.problem, t, rows, w) for t, w in ((self.inputs.q, self.d), (self.do, self.dv))
-        )
-        return q, do, line(self.m), line(self.delta)
-
-    def key_descriptors(self, keys: int) -> tuple[Any, ...]:
-        """k and v in tiles of some keys."""
-        pairs = ((self.inputs.k, self.d), (self.inputs.v, self.dv))
-        return tuple(descriptor(self.problem, t, keys, w) for t, w in pairs)
-
     # ---- memory --------------------------------------------------------------------------------------------
 
     def _gradient(self, like: Tensor) -> Tensor:
         made = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         return made.zero_() if self.varlen else made
 
+    def written(self, t: Tensor) -> tuple[int, ...]:
+        """(batch, head, token) strides of a gradient in units of the step, which divides head dimensions."""
+        return tuple(x // self.layout.step for x in four_strides(self.problem, t)[:3])
+
     def _sums(self, sites: tuple[int, ...], tokens: int) -> Tensor:
         s = self.problem.shape
         shape = (len(sites), 1 if self.varlen else s.batch, s.num_heads_q, tokens)
         make = self.inputs.q.new_zeros if self.varlen else self.inputs.q.new_empty
         return make(shape if sites else (1,), dtype=torch.float32)
-
-    def pair_strides(self, site: int, target: Tensor) -> tuple[tuple[int, ...], int]:
-        """Strides of a pairwise leaf's gradient along batch, head, row and column (0 where it has one element), in
-        units of a step that is more than 1 where columns are contiguous and rows aligned; and that step."""
-        names = [str(a.value) for a in derivative_roots(self.problem.spec)[1][site].args]
-        found = dict(zip(names, target.stride(), strict=True))
-        sizes = dict(zip(names, target.shape, strict=True))
-        strides = tuple(found[n] if sizes.get(n, 1) > 1 else 0 for n in ("b", "h", "i", "j"))
-        step = 16 // target.element_size()
-        if strides[3] != 1 or target.data_ptr() & 15 or any(x % step for x in strides[:3]):
-            return strides, 1
-        return (*(x // step for x in strides[:3]), 1), step
 
 
 _known: dict[tuple[object, ...], list[Any]] = {}
@@ -320,6 +312,12 @@ MOST_KINDS = 4096
 @functools.lru_cache(maxsize=4096)
 def _tiles(problem: Problem, machine: Any) -> BackwardTiles:
     return choose_backward(problem, machine)
+
+
+def is_sloped(spec: AttentionSpec) -> bool:
+    """Whether the score terms do more than add to the product: d score / d s is not the number 1."""
+    slope = derivative_roots(spec)[0][1]
+    return spec.score is not None and not (slope.op == "const" and slope.value == 1)
 
 
 def needs_atomics(problem: Problem, inputs: Inputs, needs: Needs) -> bool:
@@ -377,9 +375,14 @@ def _run(call: Call, sites: Sites, needs: Needs) -> Gradients:
     if needs.k or needs.v or sites.columns:
         dk, dv, sums = call.key_gradients(sites.columns)
         leaves.add_tokens(sites.columns, sums, rows=False)
-    if needs.q or sites.rows or sites.pair >= 0:
-        dq, sums = call.row_gradients(sites.rows, sites.pair, leaves.pair_target)
+    sink = None
+    wants_sink = needs.sink and inputs.sink is not None
+    whole = wants_sink and not call.problem.options.subset
+    if needs.q or sites.rows or sites.pair >= 0 or whole:
+        rows = (*sites.rows, SLOPES) if whole else sites.rows
+        dq, sums = call.row_gradients(rows, sites.pair, leaves.pair_target)
         leaves.add_tokens(sites.rows, sums, rows=True)
     leaves.add_others()
-    sink = sink_gradient(call) if needs.sink and inputs.sink is not None else None
+    if wants_sink:
+        sink = sink_gradient(call, sums[-1] if whole else None)
     return Gradients(dq, dk, dv, leaves.finish(), sink)

@@ -90,15 +90,23 @@ class LeafGradients:
         return tuple(found)
 
 
-def sink_gradient(call: Call) -> Tensor:
-    """The sink is a key with value 0: ds = -p delta, summed over rows and batch entries."""
+def sink_gradient(call: Call, slopes: Tensor | None) -> Tensor:
+    """The sink is a key with value 0: ds = -p delta, summed over rows and batch entries.
+
+    slopes (B, H, N): each row's sum of ds over all of its keys. All slopes of a row, the sink's among them, add up to
+    dlse; from that the rounding of out, which is in `delta`, is taken out again. None where not all keys are there.
+    """
     s, sink = call.problem.shape, call.inputs.sink
     shape = (1 if call.varlen else s.batch, s.num_heads_q, s.seqlen_q)
-    m, low, delta = (t.view(shape) for t in call.rows)
+    m, low, delta = (t.view(*shape[:2], call.pitch)[:, :, : s.seqlen_q] for t in call.rows)
     logit = sink.detach().to(torch.float32).view(1, -1, 1)  # type: ignore[union-attr]
     log2e = math.log2(math.e)
-    ds = torch.where(logit == -math.inf, 0.0, -torch.exp2((logit - m) * log2e - low) * delta)
-    return ds.sum((0, 2)).to(sink.dtype)  # type: ignore[union-attr]
+    p = torch.where(logit == -math.inf, 0.0, torch.exp2((logit - m) * log2e - low))
+    if slopes is not None:
+        delta = (1 - p) * delta + slopes
+        if call.dlse is not None:
+            delta = delta - call.dlse.to(torch.float32).reshape(shape)
+    return torch.where(p == 0, 0.0, -p * delta).sum((0, 2)).to(sink.dtype)  # type: ignore[union-attr]
 
 
 def no_pairs(inputs: Inputs, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Gradients:

@@ -15,10 +15,70 @@ device: nothing is read by the host, and the usual call pays for reading do and 
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton.backward_words import INF
+from tilewise.backends.triton.backward_words import INF, pitch_of
 from tilewise.backends.triton.forward_kernel import find_sequence, load_tile, position_offset, sequence_length
 from tilewise.backends.triton.philox import kept_tile
 from tilewise.backends.triton.words import LOG2E
+
+
+@triton.jit
+def afresh(
+    rows, own, do, tensors, place, numbers, sink_ptr, seed_ptr, data, derive, keep,
+    HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr,
+    STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """m, l and the sum of p dp of each row, from q, k, v and do."""
+    q_ptr, k_ptr, v_ptr, q_n, q_d, k_n, k_d, v_n, v_d, size_d, size_dv = tensors
+    n_q, n_k, q_offset, k_offset, b, h, g = place
+    scale, threshold, drop_factor, h_word, b_word = numbers
+    q = load_tile(q_ptr, rows, q_n, q_d, size_d, own, True, D_PAD, EVEN, STEP, UNIT)
+    do = do.to(q.dtype)
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(seed_ptr)
+    i = rows[:, None]
+    q_pos = i + q_offset
+    top = tl.full([BLOCK_M], -INF, tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741  # the letter of the literature
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for t in tl.range(0, tl.cdiv(n_k, BLOCK_N), num_stages=1):
+        j0 = t * BLOCK_N
+        columns = j0 + tl.arange(0, BLOCK_N)
+        j = columns[None, :]
+        inside = columns < n_k
+        k = load_tile(k_ptr, columns, k_n, k_d, size_d, inside, True, D_PAD, EVEN, STEP, UNIT)
+        v = load_tile(v_ptr, columns, v_n, v_d, size_dv, inside, True, DV_PAD, EVEN_V, STEP, UNIT)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        k_pos = j + k_offset
+        s = s * scale
+        if HAS_TERMS:
+            found = derive(s, i, j, q_pos, k_pos, b, h, g, data)
+            s = found[0]
+        visible = inside[None, :] & (i < n_q)
+        if HAS_MASK:
+            visible = visible & keep(s, i, j, q_pos, k_pos, b, h, g, data)
+        s = tl.where(visible, s, -INF)
+        if DROPOUT:
+            kept = kept_tile(q_pos, j0 + k_offset, h_word, b_word, seed, threshold, BLOCK_M, BLOCK_N)
+            dp = tl.where(kept, dp * drop_factor, 0.0)
+        higher = tl.maximum(top, tl.max(s, 1))
+        pivot = tl.where(higher == -INF, 0.0, higher)
+        p = tl.exp2((s - pivot[:, None]) * LOG2E)
+        alpha = tl.exp2((top - pivot) * LOG2E)
+        l = l * alpha + tl.sum(p, 1)  # noqa: E741
+        total = total * alpha + tl.sum(tl.where(s == -INF, 0.0, p * dp), 1)
+        top = higher
+    if sink_ptr is not None:
+        logit = tl.load(sink_ptr + h).to(tl.float32)
+        higher = tl.maximum(top, logit)
+        pivot = tl.where(higher == -INF, 0.0, higher)
+        alpha = tl.exp2((top - pivot) * LOG2E)
+        l = l * alpha + tl.exp2((logit - pivot) * LOG2E)  # noqa: E741
+        total = total * alpha
+        top = higher
+    return top, l, total
 
 
 @triton.jit
@@ -32,6 +92,7 @@ def prepare_tile(
     EXACT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
     LAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr = False,
 ):  # fmt: skip
     """Tile `number` of the grid: see the header. Strides of q, k, v, do and out are in units of STEP elements."""
     tile = number % row_tiles
@@ -70,70 +131,28 @@ def prepare_tile(
 
     # ---- afresh, where roundings would be felt ----
     if EXACT:
-        large = (tl.abs(lse) > limit) | (n_k <= few)
-        exact = tl.max((large & alive).to(tl.int32), 0)
-        q_offset = position_offset(q_offset, q_offset_ptr, b, n_k - n_q, LAST)
-        k_offset = position_offset(k_offset, k_offset_ptr, b, 0, False)
-        q_base = q_ptr + (b_wide * q_b + h_wide * q_h + row0 * q_n) * STEP
-        k_base = k_ptr + (b_wide * k_b + g_wide * k_h + key0 * k_n) * STEP
-        v_base = v_ptr + (b_wide * v_b + g_wide * v_h + key0 * v_n) * STEP
-        # Read only where it is needed: as a rule it is not.
-        q = load_tile(q_base, rows, q_n, q_d, size_d, own & (exact > 0), True, D_PAD, EVEN, STEP, UNIT)
-        do = do.to(q.dtype)
-        seed = 0
-        if DROPOUT:
-            seed = tl.load(seed_ptr)
-        i = rows[:, None]
-        q_pos = i + q_offset
-        top = tl.full([BLOCK_M], -INF, tl.float32)
-        l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741  # the letter of the literature
-        total = tl.zeros([BLOCK_M], tl.float32)
-        for t in tl.range(0, tl.where(exact > 0, tl.cdiv(n_k, BLOCK_N), 0), num_stages=1):
-            j0 = t * BLOCK_N
-            columns = j0 + tl.arange(0, BLOCK_N)
-            j = columns[None, :]
-            inside = columns < n_k
-            k = load_tile(k_base, columns, k_n, k_d, size_d, inside, True, D_PAD, EVEN, STEP, UNIT)
-            v = load_tile(v_base, columns, v_n, v_d, size_dv, inside, True, DV_PAD, EVEN_V, STEP, UNIT)
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-            k_pos = j + k_offset
-            s = s * scale
-            if HAS_TERMS:
-                found = derive(s, i, j, q_pos, k_pos, b, h, g, data)
-                s = found[0]
-            visible = inside[None, :] & (i < n_q)
-            if HAS_MASK:
-                visible = visible & keep(s, i, j, q_pos, k_pos, b, h, g, data)
-            s = tl.where(visible, s, -INF)
-            if DROPOUT:
-                kept = kept_tile(
-                    q_pos, j0 + k_offset, h + h_offset, b + b_offset, seed, threshold, BLOCK_M, BLOCK_N
-                )
-                dp = tl.where(kept, dp * drop_factor, 0.0)
-            higher = tl.maximum(top, tl.max(s, 1))
-            pivot = tl.where(higher == -INF, 0.0, higher)
-            p = tl.exp2((s - pivot[:, None]) * LOG2E)
-            alpha = tl.exp2((top - pivot) * LOG2E)
-            l = l * alpha + tl.sum(p, 1)  # noqa: E741
-            total = total * alpha + tl.sum(tl.where(s == -INF, 0.0, p * dp), 1)
-            top = higher
-        if sink_ptr is not None:
-            logit = tl.load(sink_ptr + h).to(tl.float32)
-            higher = tl.maximum(top, logit)
-            pivot = tl.where(higher == -INF, 0.0, higher)
-            alpha = tl.exp2((top - pivot) * LOG2E)
-            l = l * alpha + tl.exp2((logit - pivot) * LOG2E)  # noqa: E741
-            total = total * alpha
-            top = higher
-        fresh = large & alive & (exact > 0) & (l > 0)
-        m = tl.where(fresh, top, m)
-        low = tl.where(fresh, tl.log2(tl.where(fresh, l, 1.0)), low)
-        delta = tl.where(fresh, total / tl.where(fresh, l, 1.0), delta)
-        if exact > 0:
+        large = ((tl.abs(lse) > limit) | (n_k <= few)) & alive
+        if tl.max(large.to(tl.int32), 0) > 0:
+            tensors = (
+                q_ptr + (b_wide * q_b + h_wide * q_h + row0 * q_n) * STEP,
+                k_ptr + (b_wide * k_b + g_wide * k_h + key0 * k_n) * STEP,
+                v_ptr + (b_wide * v_b + g_wide * v_h + key0 * v_n) * STEP, q_n, q_d, k_n, k_d, v_n, v_d, size_d, size_dv
+            )  # fmt: skip
+            place = (
+                n_q, n_k, position_offset(q_offset, q_offset_ptr, b, n_k - n_q, LAST),
+                position_offset(k_offset, k_offset_ptr, b, 0, False), b, h, g
+            )  # fmt: skip
+            numbers = (scale, threshold, drop_factor, h + h_offset, b + b_offset)
+            top, l, total = afresh(  # noqa: E741
+                rows, own, do, tensors, place, numbers, sink_ptr, seed_ptr, data, derive, keep, HAS_MASK, HAS_TERMS,
+                DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION)  # fmt: skip
+            fresh = large & (l > 0)
+            m = tl.where(fresh, top, m)
+            low = tl.where(fresh, tl.log2(tl.where(fresh, l, 1.0)), low)
+            delta = tl.where(fresh, total / tl.where(fresh, l, 1.0), delta)
             tl.store(marks_ptr + b * heads + h, 1)
             tl.store(marks_ptr + batch * heads, 1)
-    line = (b_wide * heads + h) * seqlen_q + row0 + rows
+    line = (b_wide * heads + h) * pitch_of(seqlen_q, ALIGNED) + row0 + rows
     tl.store(m_ptr + line, tl.where(alive, m, INF), mask=own)
     tl.store(low_ptr + line, low, mask=own)
     tl.store(delta_ptr + line, tl.where(alive, delta - dlse, 0.0), mask=own)
@@ -150,6 +169,7 @@ def prepare_program(
     EXACT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
     LAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile."""
     prepare_tile(
@@ -159,4 +179,4 @@ def prepare_program(
         l_n, dl_b, dl_h, dl_n, batch, heads, group, seqlen_q, seqlen_k, row_tiles, q_offset, k_offset, h_offset,
         b_offset, size_d, size_dv, threshold, few, scale, drop_factor, limit, data, derive, keep, classify, EXACT,
         HAS_MASK, HAS_TERMS, DROPOUT, VARLEN, LAST, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-        PRECISION)  # fmt: skip
+        PRECISION, ALIGNED)  # fmt: skip

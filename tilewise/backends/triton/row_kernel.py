@@ -14,8 +14,12 @@ from tilewise.backends.triton.backward_words import (
     add_sums,
     contribution,
     finite,
+    piece_of,
+    pitch_of,
     start_sums,
     store_sums,
+    store_tile,
+    survey,
     weights,
 )
 from tilewise.backends.triton.forward_kernel import find_sequence, load_tile, position_offset, sequence_length
@@ -23,28 +27,46 @@ from tilewise.backends.triton.philox import kept_tile
 
 
 @triton.jit
-def store_pairs(ptr, part, i, j, pair_i, pair_j, mask, STEP: tl.constexpr):
+def store_pairs(ptr, part, i, j, pair_i, pair_j, n_q, n_k, STEP: tl.constexpr):
     """Write a tile of a leaf that has an element for each pair; pair_i is in units of STEP, which, if not 1, says that
-    columns are contiguous."""
+    columns are contiguous and their number divisible, so that they are written by vectors."""
     if STEP > 1:
         at = i.to(tl.int64) * pair_i * STEP + j
     else:
         at = i.to(tl.int64) * pair_i + j.to(tl.int64) * pair_j
-    tl.store(ptr + at, part.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(ptr + at, part.to(ptr.dtype.element_ty), mask=(i < n_q) & (j // STEP < n_k // STEP))
 
 
 @triton.jit
 def absorb_keys(
-    dq, sums, q, do, m, low, delta, first, last, k_ptr, v_ptr, pair_ptr, k_desc, v_desc, b_desc, start, k_n, k_d,
-    v_n, v_d, pair_i, pair_j, size_d, size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset, k_offset, b, h, g, scale, seed,
-    threshold, drop_factor, h_word, b_word, data, derive, keep, classify, MASKED: tl.constexpr,
-    CAREFUL: tl.constexpr, STAGES: tl.constexpr, HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr,
+    dq, sums, q, do, m, low, delta, first, full, after, past, tensors, place, numbers, data, derive, keep, classify,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr, STAGES: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr,
     DROPOUT: tl.constexpr, SITES: tl.constexpr, PAIR: tl.constexpr, PAIR_STEP: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr,
     STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dq and the row sums after the key tiles first .. last - 1."""
-    for t in tl.range(first, last, num_stages=STAGES):
+    """dq and the row sums after the key tiles first .. past - 1. MASKED is that of `key_kernel.absorb_rows`."""
+    (
+        k_ptr,
+        v_ptr,
+        pair_ptr,
+        k_desc,
+        v_desc,
+        b_desc,
+        start,
+        k_n,
+        k_d,
+        v_n,
+        v_d,
+        pair_i,
+        pair_j,
+        size_d,
+        size_dv,
+    ) = tensors
+    i, q_pos, i0, i1, n_q, n_k, q_offset, k_offset, b, h, g = place
+    scale, seed, threshold, drop_factor, h_word, b_word = numbers
+    for t in tl.range(first, past, num_stages=STAGES):
         j0 = t * BLOCK_N
         columns = j0 + tl.arange(0, BLOCK_N)
         inside = columns < n_k
@@ -52,13 +74,15 @@ def absorb_keys(
             k = k_desc.load([b_desc, g, start + j0, 0]).reshape(BLOCK_N, D_PAD)
             v = v_desc.load([b_desc, g, start + j0, 0]).reshape(BLOCK_N, DV_PAD)
         else:
-            if MASKED and HAS_MASK:
+            if MASKED == "yes" and HAS_MASK:
                 # What surely no row of the tile may see is not read: padding may hold anything.
                 inside = inside & (
                     classify(i0, i1, columns, columns, q_offset, k_offset, b, h, h, g, data) != 0
                 )
-            k = load_tile(k_ptr, columns, k_n, k_d, size_d, inside, MASKED, D_PAD, EVEN, STEP, UNIT)
-            v = load_tile(v_ptr, columns, v_n, v_d, size_dv, inside, MASKED, DV_PAD, EVEN_V, STEP, UNIT)
+            k = load_tile(k_ptr, columns, k_n, k_d, size_d, inside, MASKED == "yes", D_PAD, EVEN, STEP, UNIT)
+            v = load_tile(
+                v_ptr, columns, v_n, v_d, size_dv, inside, MASKED == "yes", DV_PAD, EVEN_V, STEP, UNIT
+            )
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         j = columns[None, :]
@@ -66,14 +90,20 @@ def absorb_keys(
         p, found = weights(
             s, m[:, None], low[:, None], scale, i, j, q_pos, k_pos, b, h, g, data, derive, HAS_TERMS, CAREFUL
         )
-        if MASKED:
-            # Rows past the end have m = +inf.
+        # Rows past the end have m = +inf.
+        if MASKED == "yes":
             visible = inside[None, :]
             if HAS_MASK:
                 visible = visible & keep(s, i, j, q_pos, k_pos, b, h, g, data)
             if CAREFUL:
                 visible = visible & (m != INF)[:, None]
             p = tl.where(visible, p, 0.0)
+        elif MASKED == "ends":
+            if (t < full) | (t >= after):
+                visible = inside[None, :]
+                if HAS_MASK:
+                    visible = visible & keep(s, i, j, q_pos, k_pos, b, h, g, data)
+                p = tl.where(visible, p, 0.0)
         if DROPOUT:
             kept = kept_tile(q_pos, j0 + k_offset, h_word, b_word, seed, threshold, BLOCK_M, BLOCK_N)
             dp = tl.where(kept, dp * drop_factor, 0.0)
@@ -84,8 +114,8 @@ def absorb_keys(
         sums = add_sums(sums, p, ds, found, SITES)
         if PAIR >= 0:
             part = contribution(p, ds, found[2 + PAIR])
-            store_pairs(pair_ptr, part, i, j, pair_i, pair_j, (i < n_q) & (j < n_k), PAIR_STEP)
-        if HAS_TERMS:
+            store_pairs(pair_ptr, part, i, j, pair_i, pair_j, n_q, n_k, PAIR_STEP)
+        if SLOPED:
             ds = contribution(p, ds, found[1])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq, sums
@@ -98,12 +128,13 @@ def row_tile(
     k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h, dq_n, pair_b, pair_h, pair_i, pair_j, batch,
     heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, q_offset, k_offset, h_offset, b_offset, size_d, size_dv,
     threshold, scale, drop_factor, data, derive, keep, classify, classify_coarse, HAS_MASK: tl.constexpr,
-    HAS_TERMS: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, LAST: tl.constexpr, SITES: tl.constexpr,
+    HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
+    LAST: tl.constexpr, SITES: tl.constexpr,
     PAIR: tl.constexpr, PAIR_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the grid. Strides of q, k, v and do are in units of STEP elements."""
+    """One tile of the grid. Strides of q, k, v, do and dq are in units of STEP elements."""
     # ---- which rows ----
     units = heads if VARLEN else batch * heads
     per = row_tiles * swizzle
@@ -134,34 +165,39 @@ def row_tile(
     b_wide, g_wide, h_wide = tl.cast(tensor_b, tl.int64), tl.cast(g, tl.int64), tl.cast(h, tl.int64)
     q_base = q_ptr + (b_wide * q_b + h_wide * q_h + row0 * q_n) * STEP
     do_base = do_ptr + (b_wide * g_b + h_wide * g_h + row0 * g_n) * STEP
-    k_base = k_ptr + (b_wide * k_b + g_wide * k_h + key0 * k_n) * STEP
-    v_base = v_ptr + (b_wide * v_b + g_wide * v_h + key0 * v_n) * STEP
-    pair_base = pair_ptr + (b_wide * pair_b + h_wide * pair_h) * PAIR_STEP
-    marked = tl.load(marks_ptr + b * heads + h)
-    # Marked heads are left to the second look, which takes no others.
-    mine = marked > 0 if CAREFUL else marked == 0
-    own = own & mine
+    tensors = (
+        k_ptr + (b_wide * k_b + g_wide * k_h + key0 * k_n) * STEP,
+        v_ptr + (b_wide * v_b + g_wide * v_h + key0 * v_n) * STEP,
+        pair_ptr + (b_wide * pair_b + h_wide * pair_h) * PAIR_STEP, k_desc, v_desc, tensor_b, key0, k_n, k_d,
+        v_n, v_d,
+        pair_i, pair_j, size_d, size_dv
+    )  # fmt: skip
     q = load_tile(q_base, rows, q_n, q_d, size_d, own, True, D_PAD, EVEN, STEP, UNIT)
     do = load_tile(do_base, rows, g_n, g_d, size_dv, own, True, DV_PAD, EVEN_V, STEP, UNIT).to(q.dtype)
-    line = (b_wide * heads + h) * seqlen_q + row0 + rows
+    line = (b_wide * heads + h) * pitch_of(seqlen_q, ALIGNED) + row0 + rows
     m = tl.load(m_ptr + line, mask=own, other=INF)
     low = tl.load(low_ptr + line, mask=own, other=0.0)
     delta = tl.load(delta_ptr + line, mask=own, other=0.0)
+    marked = tl.load(marks_ptr + b * heads + h) > 0
+    # Marked heads are left to the second look, which takes no others.
+    mine = marked if CAREFUL else marked == 0
     seed = 0
     if DROPOUT:
         seed = tl.load(seed_ptr)
 
     # ---- its keys ----
     end = tl.where(mine & (i0 < n_q), tl.cdiv(n_k, BLOCK_N), 0)
+    place = (i, q_pos, i0, i1, n_q, n_k, q_offset, k_offset, b, h, g)
+    numbers = (scale, seed, threshold, drop_factor, h + h_offset, b + b_offset)
     dq = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     sums = start_sums(BLOCK_M, SITES)
     if CAREFUL:
         dq, sums = absorb_keys(
-            dq, sums, q, do, m, low, delta, 0, end, k_base, v_base, pair_base, k_desc, v_desc, tensor_b, key0, k_n,
-            k_d, v_n, v_d, pair_i, pair_j, size_d, size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset, k_offset, b, h, g,
-            scale, seed, threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify, True,
-            True, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD,
-            EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+            dq, sums, q, do, m, low, delta, 0, 0, 0, end, tensors, place, numbers, data, derive, keep,
+            classify, "yes",
+            True, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M, BLOCK_N,
+            D_PAD, DV_PAD, EVEN,
+            EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
     elif HAS_MASK:
         chunk = 0
         while chunk < end:
@@ -169,7 +205,6 @@ def row_tile(
             last_column = tl.minimum(stop * BLOCK_N, n_k) - 1
             live = classify_coarse(i0, i1, chunk * BLOCK_N, last_column, q_offset, k_offset, b, h, h, g, data)
             if live != 0:
-                at = chunk
                 t = chunk + tl.arange(0, CHUNK)
                 high = tl.minimum(t * BLOCK_N + BLOCK_N, n_k) - 1
                 kind = classify(
@@ -177,53 +212,65 @@ def row_tile(
                 ) + tl.zeros_like(t)
                 kind = tl.where(t * BLOCK_N + BLOCK_N > n_k, tl.minimum(kind, 1), kind)
                 kind = tl.where(t < stop, kind, 0)
-                while at < stop:
-                    first = tl.min(tl.where((t >= at) & (kind != 0), t, stop), 0)
-                    middle = tl.min(tl.where((t >= first) & (kind != 2), t, stop), 0)
-                    at = tl.min(tl.where((t >= middle) & (kind != 1), t, stop), 0)
-                    dq, sums = absorb_keys(
-                        dq, sums, q, do, m, low, delta, first, middle, k_base, v_base, pair_base, k_desc, v_desc,
-                        tensor_b, key0, k_n, k_d, v_n, v_d, pair_i, pair_j, size_d, size_dv, n_q, n_k, i, q_pos, i0, i1,
-                        q_offset, k_offset, b, h, g, scale, seed, threshold, drop_factor, h + h_offset, b + b_offset,
-                        data, derive, keep, classify, False, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, PAIR,
-                        PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
-                        TMA)  # fmt: skip
-                    dq, sums = absorb_keys(
-                        dq, sums, q, do, m, low, delta, middle, at, k_base, v_base, pair_base, k_desc, v_desc, tensor_b,
-                        key0, k_n, k_d, v_n, v_d, pair_i, pair_j, size_d, size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset,
-                        k_offset, b, h, g, scale, seed, threshold, drop_factor, h + h_offset, b + b_offset, data,
-                        derive, keep, classify, True, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, PAIR,
-                        PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
-                        TMA)  # fmt: skip
+                first, full, after, past, simple = survey(kind, t, stop)
+                at = first
+                last = past
+                while at < last:
+                    if simple == 0:
+                        first, full, after, past = piece_of(kind, t, at, stop)
+                    if TMA:
+                        dq, sums = absorb_keys(
+                            dq, sums, q, do, m, low, delta, first, full, after, past, tensors, place, numbers, data,
+                            derive, keep, classify, "ends", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED,
+                            DROPOUT, SITES, PAIR,
+                            PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
+                            TMA)  # fmt: skip
+                        at = past
+                    else:
+                        dq, sums = absorb_keys(
+                            dq, sums, q, do, m, low, delta, first, full, full, full, tensors, place, numbers, data,
+                            derive, keep, classify, "yes", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT,
+                            SITES, PAIR,
+                            PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
+                            TMA)  # fmt: skip
+                        dq, sums = absorb_keys(
+                            dq, sums, q, do, m, low, delta, full, full, after, after, tensors, place, numbers, data,
+                            derive, keep, classify, "no", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT,
+                            SITES, PAIR,
+                            PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
+                            TMA)  # fmt: skip
+                        at = after
+                        first, full, after = after, past, past
             chunk = stop
     else:
         middle = tl.minimum(n_k // BLOCK_N, end)
-        dq, sums = absorb_keys(
-            dq, sums, q, do, m, low, delta, 0, middle, k_base, v_base, pair_base, k_desc, v_desc, tensor_b, key0,
-            k_n, k_d, v_n, v_d, pair_i, pair_j, size_d, size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset, k_offset, b,
-            h, g, scale, seed, threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify,
-            False, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD,
-            DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
-        dq, sums = absorb_keys(
-            dq, sums, q, do, m, low, delta, middle, end, k_base, v_base, pair_base, k_desc, v_desc, tensor_b, key0,
-            k_n, k_d, v_n, v_d, pair_i, pair_j, size_d, size_dv, n_q, n_k, i, q_pos, i0, i1, q_offset, k_offset, b,
-            h, g, scale, seed, threshold, drop_factor, h + h_offset, b + b_offset, data, derive, keep, classify,
-            True, False, STAGES, HAS_MASK, HAS_TERMS, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD,
-            DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+        if TMA:
+            dq, sums = absorb_keys(
+                dq, sums, q, do, m, low, delta, 0, 0, middle, end, tensors, place, numbers, data, derive, keep,
+                classify, "ends", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR, PAIR_STEP,
+                BLOCK_M, BLOCK_N,
+                D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+        else:
+            dq, sums = absorb_keys(
+                dq, sums, q, do, m, low, delta, 0, 0, middle, middle, tensors, place, numbers, data, derive, keep,
+                classify, "no", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR, PAIR_STEP,
+                BLOCK_M, BLOCK_N,
+                D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+            dq, sums = absorb_keys(
+                dq, sums, q, do, m, low, delta, middle, 0, 0, end, tensors, place, numbers, data, derive, keep,
+                classify, "yes", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR, PAIR_STEP,
+                BLOCK_M, BLOCK_N,
+                D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
 
     # ---- finish ----
     if not CAREFUL:
         if tl.max(tl.max((dq != dq).to(tl.int32), 1), 0) > 0:
             tl.store(marks_ptr + b * heads + h, 1)
             tl.store(marks_ptr + batch * heads, 1)
-    store_sums(sums_ptr, sums, batch * heads * seqlen_q, line, own, SITES)
-    d = tl.arange(0, D_PAD)
-    dq_rows = dq_ptr + b_wide * dq_b + h_wide * dq_h + (row0 + rows).to(tl.int64)[:, None] * dq_n
-    tl.store(
-        dq_rows + d[None, :],
-        (dq * scale).to(dq_ptr.dtype.element_ty),
-        mask=own[:, None] & (d < size_d)[None, :],
-    )
+    at_line = (b_wide * heads + h) * seqlen_q + row0 + rows
+    store_sums(sums_ptr, sums, batch * heads * seqlen_q, at_line, own & mine, SITES)
+    dq_base = dq_ptr + (b_wide * dq_b + h_wide * dq_h + row0 * dq_n) * STEP
+    store_tile(dq_base, dq * scale, rows, dq_n, size_d, own & mine, D_PAD, STEP)
 
 
 @triton.jit
@@ -233,10 +280,11 @@ def row_program(
     k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h, dq_n, pair_b, pair_h, pair_i, pair_j, batch,
     heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, q_offset, k_offset, h_offset, b_offset, size_d, size_dv,
     threshold, scale, drop_factor, data, derive, keep, classify, classify_coarse, HAS_MASK: tl.constexpr,
-    HAS_TERMS: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, LAST: tl.constexpr, SITES: tl.constexpr,
+    HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
+    LAST: tl.constexpr, SITES: tl.constexpr,
     PAIR: tl.constexpr, PAIR_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of the grid; of the second look, a share of all tiles, if any head is marked."""
     if CAREFUL:
@@ -249,9 +297,10 @@ def row_program(
                 v_desc, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h,
                 dq_n, pair_b, pair_h, pair_i, pair_j, batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle,
                 q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor, data,
-                derive, keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, DROPOUT, VARLEN, LAST, SITES, PAIR,
+                derive, keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, VARLEN, LAST,
+                SITES, PAIR,
                 PAIR_STEP, BLOCK_M, BLOCK_N, STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA,
-                CAREFUL)  # fmt: skip
+                CAREFUL, ALIGNED)  # fmt: skip
     else:
         row_tile(
             tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dq_ptr, sums_ptr,
@@ -259,5 +308,7 @@ def row_program(
             v_desc, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h,
             dq_n, pair_b, pair_h, pair_i, pair_j, batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle,
             q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor, data, derive,
-            keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, DROPOUT, VARLEN, LAST, SITES, PAIR, PAIR_STEP,
-            BLOCK_M, BLOCK_N, STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL)  # fmt: skip
+            keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, VARLEN, LAST, SITES, PAIR,
+            PAIR_STEP,
+            BLOCK_M, BLOCK_N, STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL,
+            ALIGNED)  # fmt: skip

@@ -13,19 +13,20 @@ mask empties is not computed.
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton.backward_words import INF, contribution, weights
+from tilewise.backends.triton.backward_words import INF, contribution, pitch_of, weights
 from tilewise.backends.triton.forward_kernel import find_sequence, load_tile, position_offset, sequence_length
 from tilewise.backends.triton.philox import kept_tile
 
 
 @triton.jit
 def share_of(
-    q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
+    q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h,
+    v_n, v_d,
     g_b, g_h, g_n, g_d, b, tensor_b, h, g, i0, j0, row0, n_q, key0, n_k, heads, seqlen_q, q_offset, k_offset, size_d,
     size_dv, scale, seed, threshold, drop_factor, h_word, b_word, data, derive, keep,
     SITE: tl.constexpr, HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """A tile's contributions to the site's leaf, (BLOCK_M, BLOCK_N) float32; 0 where the pair is hidden."""
     rows, columns = i0 + tl.arange(0, BLOCK_M), j0 + tl.arange(0, BLOCK_N)
@@ -39,7 +40,7 @@ def share_of(
     do = load_tile(do_base, rows, g_n, g_d, size_dv, own, True, DV_PAD, EVEN_V, STEP, UNIT).to(q.dtype)
     k = load_tile(k_base, columns, k_n, k_d, size_d, inside, True, D_PAD, EVEN, STEP, UNIT)
     v = load_tile(v_base, columns, v_n, v_d, size_dv, inside, True, DV_PAD, EVEN_V, STEP, UNIT)
-    line = (b_wide * heads + h) * seqlen_q + row0 + rows
+    line = (b_wide * heads + h) * pitch_of(seqlen_q, ALIGNED) + row0 + rows
     m = tl.load(m_ptr + line, mask=own, other=INF)
     low = tl.load(low_ptr + line, mask=own, other=0.0)
     delta = tl.load(delta_ptr + line, mask=own, other=0.0)
@@ -91,6 +92,7 @@ def site_program(
     MODE: tl.constexpr, SITE: tl.constexpr, HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
     LAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """One program: see the header. t0 .. t3: strides of the leaf's sums; of pairs those of batch, head, row, column."""
     seed = 0
@@ -113,11 +115,12 @@ def site_program(
                 g = h // group
                 if classify(i0, i1, j0, j1, q0, k0, b, h, h, g, data) != 0:
                     total += share_of(
-                        q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d,
+                        q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, q_b, q_h, q_n, q_d, k_b, k_h,
+                        k_n, k_d,
                         v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, b, b, h, g, i0, j0, 0, seqlen_q, 0, seqlen_k, heads,
                         seqlen_q, q0, k0, size_d, size_dv, scale, seed, threshold, drop_factor, h + h_offset,
                         b + b_offset, data, derive, keep, SITE, HAS_MASK, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD,
-                        EVEN, EVEN_V, STEP, UNIT, PRECISION)  # fmt: skip
+                        EVEN, EVEN_V, STEP, UNIT, PRECISION, ALIGNED)  # fmt: skip
         rows, columns = i0 + tl.arange(0, BLOCK_M), j0 + tl.arange(0, BLOCK_N)
         at = (leaf_b.to(tl.int64) * t0 + leaf_h.to(tl.int64) * t1
               + (rows.to(tl.int64) * t2)[:, None] + (columns.to(tl.int64) * t3)[None, :])  # fmt: skip
@@ -155,11 +158,13 @@ def site_program(
             i1, j1 = tl.minimum(i0 + BLOCK_M, n_q) - 1, tl.minimum(j0 + BLOCK_N, n_k) - 1
             if classify(i0, i1, j0, j1, q0, k0, b, h, h, g, data) != 0:
                 part = share_of(
-                    q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b,
-                    v_h, v_n, v_d, g_b, g_h, g_n, g_d, b, tensor_b, h, g, i0, j0, row0, n_q, key0, n_k, heads, seqlen_q,
+                    q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, q_b, q_h, q_n, q_d, k_b, k_h, k_n,
+                    k_d, v_b,
+                    v_h, v_n, v_d, g_b, g_h, g_n, g_d, b, tensor_b, h, g, i0, j0, row0, n_q, key0, n_k, heads,
+                    seqlen_q,
                     q0, k0, size_d, size_dv, scale, seed, threshold, drop_factor, h + h_offset, b + b_offset, data,
                     derive, keep, SITE, HAS_MASK, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-                    PRECISION)  # fmt: skip
+                    PRECISION, ALIGNED)  # fmt: skip
                 if MODE == "diagonal":
                     more_above, more_below = along_diagonals(part, BLOCK_N)
                     above += more_above
