@@ -349,11 +349,13 @@ def _linear(node: Node, sign: int, found: list[tuple[int, Node]]) -> bool:
 
 
 class Mask(NamedTuple):
-    """A mask as a conjunction: lines, which leave each row a run of columns, and everything else (None: nothing)."""
+    """A mask as a conjunction: lines and conditions of the row, which leave each row a run of columns, and everything
+    else (None: nothing). runs: lines and rows as they stand in the mask."""
 
     lines: tuple[Line, ...]
-    line_conditions: tuple[Node, ...]
+    rows: tuple[Node, ...]
     other: Node | None
+    runs: tuple[Node, ...]
 
     @property
     def below(self) -> bool:
@@ -364,8 +366,8 @@ class Mask(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def mask_of(keep: Node | None) -> Mask:
     """The parts of a spec's mask."""
-    pairs = [(c, line_of(c)) for c in conjuncts(keep)]
-    others = [c for c, line in pairs if line is None]
+    lines = {c: line for c in conjuncts(keep) if (line := line_of(c)) is not None}
+    rows = tuple(c for c in conjuncts(keep) if along_row(c))
+    others = [c for c in conjuncts(keep) if c not in lines and c not in rows]
     other = functools.reduce(lambda a, b: ex.apply("and", a, b), others) if others else None
-    lines = [(c, line) for c, line in pairs if line is not None]
-    return Mask(tuple(line for _, line in lines), tuple(c for c, _ in lines), other)
+    return Mask(tuple(lines.values()), rows, other, (*lines, *rows))

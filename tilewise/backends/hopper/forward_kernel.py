@@ -107,16 +107,17 @@ def seen_blocks(begin, end, b, head, tile, n_q, q_offset, k_offset, group, data,
 @gluon.jit
 def producer(
     q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, tile_s, code_s, q_full, q_empty,
-    k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, sizes, tables, offsets, total, group,
+    k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, ranges, sizes, tables, offsets, total, group,
     low_tiles, split_tiles, data, NWG: gl.constexpr, BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
     E0: gl.constexpr, E1: gl.constexpr, ST: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr,
-    USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr,
+    USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr, RANGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: draws tiles, finds their key blocks, loads q, k and v, and tells the consumers.
 
     The key block of use n is loaded before the value block of use n - 1, over the borders of tiles too.
     """
     q_offset, q_offset_ptr, k_offset, k_offset_ptr = offsets
+    range_ptr, range_b, range_h = ranges
     TOKENS: gl.constexpr = 64 * NWG // PACK
     it = 0
     ti = 0
@@ -135,7 +136,10 @@ def producer(
             begin = split * each
             end = gl.minimum(begin + each, blocks)
             none = begin
-            if LINES:
+            if RANGES:
+                seen_at = range_ptr + b * range_b + head * range_h + tile * 2
+                begin, end = gl.maximum(begin, gl.load(seen_at)), gl.minimum(end, gl.load(seen_at + 1))
+            elif LINES:
                 begin, end = seen_blocks(
                     begin, end, b, head, tile, n_q, q_pos, k_pos, group, data, NWG, BN, PACK
                 )
@@ -161,16 +165,8 @@ def producer(
                     put(code_s, st, code | (follow < 0).to(gl.int32))
                     n = key0 + (code >> 10) * BN
                     load_tile(
-                        k_desc,
-                        k_desc2,
-                        k_s.index(st),
-                        k_s2.index(st),
-                        k_full.index(st),
-                        (tb, g, n),
-                        D0,
-                        D1,
-                        BN,
-                    )
+                        k_desc, k_desc2, k_s.index(st), k_s2.index(st), k_full.index(st), (tb, g, n), D0, D1,
+                        BN)  # fmt: skip
                     if it > 0:
                         sv = (it - 1) % ST
                         mbarrier.wait(v_empty.index(sv), (((it - 1) // ST) & 1) ^ 1)
@@ -241,7 +237,7 @@ def fold(s, code, w: gl.constexpr, parts, rows, h, b, g, n_k, q_offset, k_offset
             cuts |= j0 + BN > n_k
         if cuts:
             i = here(rows)[:, None]
-            first, last = limits(i, i + q_offset, n_k, k_offset, b, h, g, data)
+            first, last = limits(parts, i, i + q_offset, n_k, k_offset, b, h, g, scale, data)
             u = cut(u, first - j0, last - j0, BELOW, BN // 2)
     if OTHER:
         if ((code >> (7 + w)) & 1) != 0:
@@ -259,7 +255,7 @@ def consumer(
     BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr,
     E1: gl.constexpr, ST: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, Q_OFFSET: gl.constexpr,
     K_OFFSET: gl.constexpr, SINK: gl.constexpr, CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr,
-    ORDER: gl.constexpr, LAZY: gl.constexpr,
+    ORDER: gl.constexpr, LAZY: gl.constexpr, SOFT: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 rows of each tile.
 
@@ -319,7 +315,7 @@ def consumer(
             s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, True, FUSED, BN, SL)  # fmt: skip
         # A finite maximum, so that -inf minus it is -inf in rows that see nothing.
         m = gl.maximum(top_of(s, rate, shift), LOWEST)
-        p = weigh(s, m, rate, shift)
+        p = weigh(s, m, rate, shift, SOFT)
         l = gl.sum(p, 1)  # noqa: E741
         weights = p.to(dt)
         acc = gl.zeros([64, E0], gl.float32, OL)
@@ -354,7 +350,7 @@ def consumer(
             top = top_of(s, rate, shift)
             m, alpha = raise_top(m, top, GROWTH, LAZY)
             if ORDER == 5:
-                p = weigh(s, m, rate, shift)
+                p = weigh(s, m, rate, shift, SOFT)
                 l = gl.fma(l, alpha, gl.sum(p, 1))  # noqa: E741
             if ORDER > 0:
                 ahead = it + 1
@@ -366,7 +362,7 @@ def consumer(
                 acc2 = rescale(acc2, gl.convert_layout(alpha, RO2), LAZY, E1 // 2)
             acc = rescale(acc, gl.convert_layout(alpha, RO), LAZY, E0 // 2)
             if ORDER != 5:
-                p = weigh(s, m, rate, shift)
+                p = weigh(s, m, rate, shift, SOFT)
                 l = gl.fma(l, alpha, gl.sum(p, 1))  # noqa: E741
             weights = p.to(dt)
         if not SHARED_OUT:
@@ -417,14 +413,14 @@ def consumer(
 @gluon.jit
 def forward_program(
     q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, o_desc, o_desc2, out_ptr, lse_ptr, sink_ptr, flag_ptr,
-    counter_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, o_s, o_b, o_h, o_n, l_s, l_b,
-    l_h, batch, heads, group, seqlen_q, seqlen_k, row_tiles, low_tiles, swizzle, splits, split_tiles, q_offset,
-    k_offset, size_dv, scale, data, FUSED: gl.constexpr,
-    NWG: gl.constexpr, BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr,
-    ST: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr,
-    Q_OFFSET: gl.constexpr,
+    counter_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, range_ptr, o_s, o_b, o_h, o_n,
+    l_s, l_b, l_h, batch, heads, group, seqlen_q, seqlen_k, row_tiles, low_tiles, swizzle, splits, split_tiles,
+    range_b, range_h, q_offset, k_offset, size_dv, scale, data, FUSED: gl.constexpr, NWG: gl.constexpr,
+    BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr, ST: gl.constexpr,
+    PACK: gl.constexpr, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr,
     K_OFFSET: gl.constexpr, SINK: gl.constexpr, CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr,
-    ORDER: gl.constexpr, LAZY: gl.constexpr, WORKER: gl.constexpr, LOADER: gl.constexpr,
+    RANGES: gl.constexpr, ORDER: gl.constexpr, LAZY: gl.constexpr, SOFT: gl.constexpr, WORKER: gl.constexpr,
+    LOADER: gl.constexpr,
 ):  # fmt: skip
     """The partitions: NWG consumers and the producer. WORKER, LOADER: registers of a thread of each."""
     dt: gl.constexpr = q_desc.dtype
@@ -455,6 +451,7 @@ def forward_program(
     sizes = (batch, heads, seqlen_q, seqlen_k, row_tiles, swizzle, splits)
     tables = (cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr)
     offsets = (q_offset, q_offset_ptr, k_offset, k_offset_ptr)
+    ranges = (range_ptr, range_b, range_h)
     strides = (o_s, o_b, o_h, o_n, l_s, l_b, l_h)
     # Constants survive in a tuple only where it is written inside the call.
     if NWG == 2:
@@ -462,39 +459,39 @@ def forward_program(
             (consumer, (
                 0, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
                 k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
-                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG,
-                BN, D0, D1, E0, E1, ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
+                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG, BN, D0, D1, E0, E1, ST,
+                PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, SOFT)),
             (consumer, (
                 1, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
                 k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
-                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG,
-                BN, D0, D1, E0, E1, ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
+                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG, BN, D0, D1, E0, E1, ST,
+                PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, SOFT)),
             (producer, (
                 q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, tile_s, code_s,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, sizes, tables,
-                offsets, total, group, low_tiles, split_tiles, data, NWG, BN, D0, D1, E0, E1, ST, PACK, VARLEN,
-                USED_Q, USED_K, Q_OFFSET, K_OFFSET)),
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, ranges, sizes,
+                tables, offsets, total, group, low_tiles, split_tiles, data, NWG, BN, D0, D1, E0, E1, ST, PACK,
+                VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, RANGES)),
         ], [4, 1], [WORKER, LOADER])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (
                 0, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
                 k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
-                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG,
-                BN, D0, D1, E0, E1, ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
+                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG, BN, D0, D1, E0, E1, ST,
+                PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, SOFT)),
             (consumer, (
                 1, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
                 k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
-                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG,
-                BN, D0, D1, E0, E1, ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
+                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG, BN, D0, D1, E0, E1, ST,
+                PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, SOFT)),
             (consumer, (
                 2, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
                 k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
-                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG,
-                BN, D0, D1, E0, E1, ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
+                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG, BN, D0, D1, E0, E1, ST,
+                PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, SOFT)),
             (producer, (
                 q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, tile_s, code_s,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, sizes, tables,
-                offsets, total, group, low_tiles, split_tiles, data, NWG, BN, D0, D1, E0, E1, ST, PACK, VARLEN,
-                USED_Q, USED_K, Q_OFFSET, K_OFFSET)),
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, ranges, sizes,
+                tables, offsets, total, group, low_tiles, split_tiles, data, NWG, BN, D0, D1, E0, E1, ST, PACK,
+                VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, RANGES)),
         ], [4, 4, 1], [WORKER, WORKER, LOADER])  # fmt: skip

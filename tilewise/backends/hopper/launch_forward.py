@@ -11,11 +11,13 @@ import torch
 from tilewise.backends.hopper import tiles as choice
 from tilewise.backends.hopper.compile import GluonLauncher, descriptor_type, shared_layout
 from tilewise.backends.hopper.counters import counter
+from tilewise.backends.hopper.launch_ranges import Ranges, make_ranges, wanted
 from tilewise.backends.hopper.print_fold import rising
 from tilewise.backends.hopper.source import module_of
 from tilewise.backends.triton import launch_forward as low
 from tilewise.backends.triton.compile import POINTERS, Build
 from tilewise.backends.triton.launch import four_strides, kernel_launcher
+from tilewise.backends.triton.launch_gaps import clear_gaps
 from tilewise.backends.triton.layout import Slots, describe
 from tilewise.backends.triton.machine import machine_of
 from tilewise.backends.triton.source import Entry, argument_types
@@ -39,17 +41,21 @@ FORWARD = Entry(
     "forward", TEMPLATE, "forward_program",
     (
         *DESCRIPTORS, "out_ptr", "lse_ptr", "sink_ptr", "flag_ptr", "counter_ptr", "q_offset_ptr", "k_offset_ptr",
-        "cu_q_ptr", "cu_k_ptr", "used_q_ptr", "used_k_ptr", "o_s:i64", "o_b:i64", "o_h:i64", "o_n:i64", "l_s:i64",
-        "l_b:i64", "l_h:i64", "batch", "heads", "group", "seqlen_q", "seqlen_k", "row_tiles", "low_tiles", "swizzle",
-        "splits", "split_tiles", "q_offset", "k_offset", "size_dv", "scale:fp32",
+        "cu_q_ptr", "cu_k_ptr", "used_q_ptr", "used_k_ptr", "range_ptr", "o_s:i64", "o_b:i64", "o_h:i64", "o_n:i64",
+        "l_s:i64", "l_b:i64", "l_h:i64", "batch", "heads", "group", "seqlen_q", "seqlen_k", "row_tiles", "low_tiles",
+        "swizzle", "splits", "split_tiles", "range_b", "range_h", "q_offset", "k_offset", "size_dv", "scale:fp32",
     ),
     (),
     (
-        "FUSED", "NWG", "BN", "D0", "D1", "E0", "E1", "ST", "PACK", "VARLEN", "USED_Q",
-        "USED_K", "Q_OFFSET", "K_OFFSET", "SINK", "CARE", "STORE", "SHARED_OUT", "ORDER", "LAZY", "WORKER", "LOADER",
+        "FUSED", "NWG", "BN", "D0", "D1", "E0", "E1", "ST", "PACK", "VARLEN", "USED_Q", "USED_K", "Q_OFFSET",
+        "K_OFFSET", "SINK", "CARE", "STORE", "SHARED_OUT", "RANGES", "ORDER", "LAZY", "SOFT", "WORKER", "LOADER",
     ),
 )  # fmt: skip
 AT = {argument.partition(":")[0]: n for n, argument in enumerate(FORWARD.arguments)}
+OPTIONAL = (
+    "sink_ptr", "", "q_offset_ptr", "k_offset_ptr", "cu_q_ptr", "cu_k_ptr", "used_q_ptr", "used_k_ptr",
+)  # fmt: skip
+"""The pointers that a call may lack, in the order of `triton.launch_forward`."""
 ROWS = 64
 """Rows of a note: those of one warpgroup."""
 _launchers: dict[tuple[object, ...], GluonLauncher] = {}
@@ -79,6 +85,7 @@ class Recipe(NamedTuple):
     out_strides: tuple[int, ...]
     slots: Slots
     problem: Problem
+    ranges: Ranges | None
 
 
 # ---- descriptors ---------------------------------------------------------------------------------------------
@@ -188,6 +195,7 @@ def constants_of(
     found = flags | {
         "NWG": tiles.warpgroups, "BN": tiles.block_n, "D0": d0, "D1": d1, "E0": e0, "E1": e1, "ST": tiles.stages,
         "SHARED_OUT": tiles.shared_out and flags["STORE"] == "tiles", "ORDER": tiles.order, "LAZY": tiles.lazy,
+        "SOFT": flags.get("SOFT", 0), "RANGES": flags.get("RANGES", False),
         "WORKER": tiles.worker, "LOADER": tiles.loader,
     }  # fmt: skip
     return tuple((name, found[name]) for name in FORWARD.constants)
@@ -214,8 +222,7 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
     lse = torch.empty(problem.lse_shape, dtype=torch.float32, device=device)
     packed = problem.options.layout == "varlen"
     if packed:  # tokens that belong to no sequence, or lie past its used length
-        out.zero_()
-        lse.fill_(-math.inf)
+        clear_gaps(problem, inputs, out, lse)
     if recipe.splits == 1:
         _run(recipe, inputs, out, lse)
         return out, lse
@@ -246,6 +253,8 @@ def _run(recipe: Recipe, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
     values[AT["sink_ptr"]] = sink if recipe.splits == 1 else None
     values[AT["q_offset_ptr"] : AT["used_k_ptr"] + 1] = (q_offset, k_offset, cu_q, cu_k, used_q, used_k)
     data = low._data(problem, inputs, recipe.slots)
+    if recipe.ranges is not None:
+        values[AT["range_ptr"]] = recipe.ranges(inputs, data)
     values[len(FORWARD.arguments) :] = data
     if recipe.again is None:
         recipe.run(recipe.grid, values)
@@ -325,28 +334,25 @@ def make_recipe(problem: Problem, inputs: Inputs) -> Recipe | None:
     if out_strides[4] != 1 and s.head_dim_v > 1:
         return None
     hides = hides_pairs(problem)
-    flags = _flags(problem, inputs, plan, by_tiles)
+    look = wanted(problem, slots)
+    flags = _flags(problem, inputs, plan, by_tiles, look)
+    ranges = (
+        make_ranges(problem, inputs, slots, tiles, pack, plan.row_tiles, _offset_kinds(inputs))
+        if look
+        else None
+    )
+    steps = (0, 0) if ranges is None else (ranges.batch_step, ranges.head_step)
     heads = s.num_heads_kv if pack > 1 else s.num_heads_q
     low_tiles = _slots(problem, ROWS, pack)
     units = heads if varlen else s.batch * heads
     swizzle = choice.abreast(problem, pack > 1)
     optional = low._optional(problem, inputs)
-    names = (
-        "sink_ptr",
-        "",
-        "q_offset_ptr",
-        "k_offset_ptr",
-        "cu_q_ptr",
-        "cu_k_ptr",
-        "used_q_ptr",
-        "used_k_ptr",
-    )
-    present = {n: t for n, t in zip(names, optional, strict=True) if n and t is not None}
+    present = {n: t for n, t in zip(OPTIONAL, optional, strict=True) if n and t is not None}
     if plan.splits > 1:
         present.pop("sink_ptr", None)
     types = list(kernel_types(
         problem.dtype, tiles, plan.pair, str(flags["STORE"]), pack, slots, inputs.leaves,
-        frozenset(present) | ({"flag_ptr"} if hides else set()), out.dtype,
+        frozenset(present) | ({"flag_ptr"} if hides else set()) | ({"range_ptr"} if look else set()), out.dtype,
     ))  # fmt: skip
     for name, t in present.items():
         types[AT[name]] = POINTERS[t.dtype]
@@ -356,14 +362,14 @@ def make_recipe(problem: Problem, inputs: Inputs) -> Recipe | None:
     values: list[object] = [None] * len(FORWARD.arguments) + [None if torch.is_tensor(x) else x for x in data]
     values[AT["o_s"] : AT["scale"] + 1] = [
         *out_strides[:4], *lse_strides, s.batch, heads, max(problem.group, 1), s.seqlen_q, s.seqlen_k, plan.row_tiles,
-        low_tiles, swizzle, plan.splits, 0, 0, 0, s.head_dim_v, inputs.scale,
+        low_tiles, swizzle, plan.splits, 0, *steps, 0, 0, s.head_dim_v, inputs.scale,
     ]  # fmt: skip
     again = _again(problem, inputs, slots, plan, out, out_strides, lse_strides, swizzle) if hides else None
     total = units * plan.row_tiles * plan.splits
     return Recipe(
         run, tuple(types), values, again, (units * low_tiles * plan.splits, varlen),
         min(total, max(machine.sms - margin, 1)), plan.splits, tiles, plan.pair, pack, by_tiles, result.stride(),
-        slots, problem,
+        slots, problem, ranges,
     )  # fmt: skip
 
 
@@ -373,7 +379,9 @@ def hides_pairs(problem: Problem) -> bool:
     return spec.keep is not None or spec.score is not None or problem.options.layout == "varlen"
 
 
-def _flags(problem: Problem, inputs: Inputs, plan: Schedule, by_tiles: bool) -> dict[str, object]:
+def _flags(
+    problem: Problem, inputs: Inputs, plan: Schedule, by_tiles: bool, ranges: bool
+) -> dict[str, object]:
     """The kernel's constants that the call decides."""
     spec = problem.spec
     return {
@@ -382,12 +390,17 @@ def _flags(problem: Problem, inputs: Inputs, plan: Schedule, by_tiles: bool) -> 
         "USED_K": inputs.seqused_k is not None, "Q_OFFSET": _offset_kind(inputs.q_offset),
         "K_OFFSET": _offset_kind(inputs.k_offset), "SINK": inputs.sink is not None and plan.splits == 1,
         "CARE": hides_pairs(problem), "STORE": "tiles" if by_tiles else "rows",
+        "SOFT": choice.soft(spec), "RANGES": ranges,
     }  # fmt: skip
 
 
 def rises(spec: AttentionSpec, inputs: Inputs) -> bool:
     """Whether maxima may be taken of the score's core: its factor, a product of the call's numbers, is above 0."""
     return rising(spec) and inputs.scale > 0 and all(x > 0 for x in inputs.floats)
+
+
+def _offset_kinds(inputs: Inputs) -> tuple[str, str]:
+    return _offset_kind(inputs.q_offset), _offset_kind(inputs.k_offset)
 
 
 def _offset_kind(offset: object) -> str:

@@ -7,7 +7,7 @@ from tilewise.backends.hopper.forward_finish import LOG2
 from tilewise.backends.hopper.words import rate_if, times_unless
 
 LINES = gl.constexpr(False)
-"""Whether the mask has comparisons that leave each row a run of columns."""
+"""Whether the mask has conditions that leave each row a run of columns."""
 BELOW = gl.constexpr(False)
 """Whether some of them cut columns from below."""
 OTHER = gl.constexpr(False)
@@ -27,7 +27,7 @@ def scores(raw, parts, i, j, q, k, j0, k0, b, h, g, scale, FUSED: gl.constexpr, 
 
 
 @gluon.jit
-def limits(i, q, n_k, k_offset, b, h, g, data):
+def limits(parts, i, q, n_k, k_offset, b, h, g, scale, data):
     """The first and the last column that lines leave a row."""
     return gl.to_tensor(0), n_k - 1
 

@@ -42,7 +42,7 @@ class FoldPrinter(TilePrinter):
             return f"parts{self.rows.index(node)}"
         sign = algebra.slope_in_column(node)
         if node not in self.names and sign:
-            text = f"spread(raw, {self.emit(algebra.at_first(node))}, {sign})"
+            text = f"spread({self.emit(algebra.at_first(node))}, j - j0, {sign})"
             self.names[node] = f"t{len(self.lines)}"
             self.lines.append(f"{self.names[node]} = {text}")
         if node not in self.names:
@@ -95,7 +95,7 @@ def row_nodes(*roots: Node) -> tuple[Node, ...]:
 def plan(spec: AttentionSpec) -> tuple[algebra.Score, algebra.Mask, tuple[Node, ...]]:
     """The score's parts, the mask's parts, and the nodes of rows that are used in every block."""
     score, mask = algebra.score_of(spec.score, spec.keep), algebra.mask_of(spec.keep)
-    roots = (score.core, score.rate, score.shift, score.rest, mask.other)
+    roots = (score.core, score.rate, score.shift, score.rest, mask.other, *mask.rows)
     return score, mask, row_nodes(*(n for n in roots if n is not None))
 
 
@@ -162,32 +162,32 @@ def _run(ends: list[tuple[str | None, str | None]], last: str) -> tuple[str, str
 
 def print_limits(spec: AttentionSpec, slots: Slots) -> str:
     """Text of `limits`."""
-    printer = FoldPrinter(slots, exact=True)
+    _, mask, rows = plan(spec)
+    printer = FoldPrinter(slots, rows, exact=True)
     ends = []
-    for line in plan(spec)[1].lines:
+    for line in mask.lines:
         total = "tl.full((), 0, tl.int64)"
         for sign, node in line.summands:
             total += f" {'+' if sign > 0 else '-'} tl.cast({printer.emit(node)}, tl.int64)"
         ends.append(_ends(line, total, total))
-    body = printer.body(", ".join(_run(ends, "n_k - 1")))
-    return _function(
-        "limits",
-        "i, q, n_k, k_offset, b, h, g, data",
-        "The first and the last column that lines leave a row.",
-        body,
-    )
+    first, last = _run(ends, "n_k - 1")
+    for condition in mask.rows:
+        last = f"tl.where({printer.emit(condition)}, {last}, -1)"
+    names = "parts, i, q, n_k, k_offset, b, h, g, scale, data"
+    doc = "The first and the last column that are left to a row."
+    return _function("limits", names, doc, printer.body(f"{first}, {last}"))
 
 
 def print_kinds(spec: AttentionSpec, slots: Slots) -> str:
     """Text of `kinds`."""
     printer = IntervalPrinter(slots, True)
     _, mask, _ = plan(spec)
-    conditions = list(mask.line_conditions) + ([mask.other] if mask.other is not None else [])
+    conditions = list(mask.runs) + ([mask.other] if mask.other is not None else [])
     found = [printer.emit(c) for c in conditions]
     possible = " & ".join(f"({p})" for _, p in found) or "(j0 == j0)"
     bits = []
-    if mask.lines:
-        certain = " & ".join(f"({c})" for c, _ in found[: len(mask.lines)])
+    if mask.runs:
+        certain = " & ".join(f"({c})" for c, _ in found[: len(mask.runs)])
         bits.append(f"((({certain}) == 0).to(tl.int32) << 1)")
     if mask.other is not None:
         bits.append(f"(({found[-1][0]} == 0).to(tl.int32) << 2)")
@@ -221,7 +221,7 @@ def print_reach(spec: AttentionSpec, slots: Slots) -> str:
 def print_forward_folds(spec: AttentionSpec, slots: Slots) -> str:
     """Text of the printed functions of the forward."""
     mask = plan(spec)[1]
-    facts = f"LINES = tl.constexpr({bool(mask.lines)})\nBELOW = tl.constexpr({mask.below})\n"
+    facts = f"LINES = tl.constexpr({bool(mask.runs)})\nBELOW = tl.constexpr({mask.below})\n"
     facts += f"OTHER = tl.constexpr({mask.other is not None})\n"
     parts = (print_rows, print_scores, print_limits, print_sees, print_kinds, print_reach)
     return "\n\n".join([facts, *(p(spec, slots) for p in parts)])

@@ -87,7 +87,7 @@ def print_module(spec: AttentionSpec, slots: Slots, template: str, entries: tupl
         printed = module_of(spec, slots, shared[1], ())
         body = SHARED.sub(rf"from {printed.__name__} import \2", rest)
         return f"{head}\n{body}\n\n{kernels}"
-    ours = print_forward_folds if "row_parts" in (FOLDS.search(rest) or [""])[0] else print_folds
+    ours = print_forward_folds if "kinds" in (FOLDS.search(rest) or [""])[0] else print_folds
     folds = "\n\n\n".join((words_text(), dialect(ours(spec, slots))))
     body, places = FOLDS.subn(lambda _: f"import triton.language as tl_words\n\n{folds}", rest)
     if places != 1:

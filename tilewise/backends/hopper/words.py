@@ -42,28 +42,17 @@ def inside_int32(x):
     return gl.minimum(gl.maximum(x, -(2**31)), 2**31 - 1).to(gl.int32)
 
 
-@gluon.constexpr_function
-def _spread_text(n, sign):
-    text = ["{ .reg .s32 c, a0, a1;", "mov.u32 c, %laneid;", "and.b32 c, c, 3;", "shl.b32 c, c, 1;"]
-    add = "add" if sign > 0 else "sub"
-    text += [f"{add}.s32 a{r}, ${n + 2 * r}, c;" for r in range(2)]
-    text += [f"{add}.s32 ${i}, a{i // 2 % 2}, {i // 4 * 8 + i % 2};" for i in range(n)]
-    return " ".join([*text, "}"])
-
-
-@gluon.constexpr_function
-def _spread_operands(n):
-    return ",".join(["=&r"] * n + ["r"] * n)
-
-
 @gluon.jit
-def spread(like_this, x, SIGN: gl.constexpr):
-    """x, (64, 1), plus or minus the number of the column in a tile of a warpgroup's products; int32."""
-    N: gl.constexpr = like_this.shape[1] // 2
-    text: gl.constexpr = _spread_text(N, SIGN)
-    operands: gl.constexpr = _spread_operands(N)
-    wide = gl.zeros_like(like_this).to(gl.int32) + x
-    return gl.inline_asm_elementwise(text, operands, [wide], dtype=gl.int32, is_pure=True, pack=N)
+def spread(x, column, SIGN: gl.constexpr):
+    """x, (64, 1), plus or minus the number of the column in a block, (1, N); int32.
+
+    Bits 1 and 2 of a column are the thread's: what remains are literals, which cost no registers, and of which the
+    compiler drops what a mask does not look at.
+    """
+    if SIGN > 0:
+        return (x + (column & 6)) + (column & -7)
+    else:
+        return (x - (column & 6)) - (column & -7)
 
 
 @gluon.jit

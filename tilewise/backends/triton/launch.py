@@ -96,8 +96,16 @@ def _made(key: tuple[object, ...], make: Callable[[], Any]) -> Any:
 
 
 def tables(slots: Slots, leaves: Sequence[Tensor], device: int) -> list[Tensor]:
-    """The tables of block extremes that the spec's mask reads."""
-    return [block_table(leaves[t.slot], t.dim, device) for t in slots.tables]
+    """The tables of block extremes that the spec's mask reads; one for a tensor that is read twice."""
+    made: dict[tuple[object, ...], Tensor] = {}
+    found = []
+    for table in slots.tables:
+        leaf = leaves[table.slot]
+        key = (leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride(), table.dim)
+        if key not in made:
+            made[key] = block_table(leaf, table.dim, device)
+        found.append(made[key])
+    return found
 
 
 def block_table(leaf: Tensor, dim: int, device: int) -> Tensor:

@@ -1,0 +1,220 @@
+"""How the Hopper forward writes a spec's score and mask: the same numbers as the spec says, for few instructions."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from hopper_compile import spec_of
+
+import tilewise as tw
+from tilewise.backends.hopper import algebra
+from tilewise.backends.hopper.print_fold import plan, print_limits, print_reach
+from tilewise.backends.triton.layout import describe
+from tilewise.spec import expression as ex
+from tilewise.spec import words
+
+ROWS, COLUMNS, FIRST = 40, 24, 16
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+
+_BINARY = {
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "lt": torch.lt, "le": torch.le,
+    "gt": torch.gt, "ge": torch.ge, "eq": torch.eq, "ne": torch.ne, "and": torch.logical_and, "or": torch.logical_or,
+    "min": torch.minimum, "max": torch.maximum, "mod": torch.remainder,
+    "floordiv": lambda a, b: torch.div(a, b, rounding_mode="floor"),
+}  # fmt: skip
+_UNARY = {
+    "neg": torch.neg, "not": torch.logical_not, "abs": torch.abs, "tanh": torch.tanh, "exp2": torch.exp2,
+    "log2": torch.log2, "to_float": lambda a: a.double(), "to_int": lambda a: a.long(),
+}  # fmt: skip
+
+
+def value(root, variables, leaves, ints, floats):
+    """A tree in float64 and int64."""
+    known = {}
+    for node in ex.topological(root):
+        a = [known[x] for x in node.args]
+        if node.op == "const":
+            known[node] = torch.tensor(
+                node.value, dtype={"float": torch.float64, "int": torch.int64}.get(node.type)
+            )
+        elif node.op == "var":
+            known[node] = variables[node.value]
+        elif node.op == "int_scalar":
+            known[node] = torch.tensor(ints[node.value])
+        elif node.op == "float_scalar":
+            known[node] = torch.tensor(floats[node.value], dtype=torch.float64)
+        elif node.op == "load":
+            leaf = leaves[node.value]
+            known[node] = leaf[tuple(x.clamp(0, n - 1) for x, n in zip(a, leaf.shape, strict=True))]
+            if node.type == "float":
+                known[node] = known[node].double()
+        elif node.op == "fma":
+            known[node] = a[0] * a[1] + a[2]
+        elif node.op == "where":
+            known[node] = torch.where(*a)
+        else:
+            known[node] = _UNARY[node.op](*a) if len(a) == 1 else _BINARY[node.op](*a)
+    return known[root]
+
+
+def tile():
+    """The variables of a tile, the raw products random."""
+    torch.manual_seed(0)
+    i = torch.arange(ROWS)[:, None]
+    j = FIRST + torch.arange(COLUMNS)[None, :]
+    raw, scale = torch.randn(ROWS, COLUMNS, dtype=torch.float64) * 5, torch.tensor(0.3, dtype=torch.float64)
+    first = torch.tensor(FIRST)
+    return {
+        "i": i, "j": j, "q": i + 9, "k": j + 2, "j0": first, "k0": first + 2, "b": torch.tensor(0),
+        "h": torch.tensor(2), "g": torch.tensor(1), "raw": raw, "scale": scale, "s": raw * scale,
+    }  # fmt: skip
+
+
+SCORES = {
+    "alibi": (tw.causal(), tw.alibi(SLOPES)),
+    "alibi both ways": (None, tw.alibi(SLOPES)),
+    "alibi after": (tw.custom(lambda q, k: k > q), tw.alibi(SLOPES)),
+    "softcap": (tw.causal(), tw.softcap(30.0)),
+    "softcap then alibi": (tw.causal(), [tw.softcap(30.0), tw.alibi(SLOPES)]),
+    "alibi then softcap": (tw.causal(), [tw.alibi(SLOPES), tw.softcap(30.0)]),
+    "bias": (None, tw.bias(torch.randn(1, 4, ROWS, COLUMNS + FIRST))),
+    "bias of columns": (tw.causal(), [tw.bias(torch.randn(1, 1, 1, COLUMNS + FIRST)), tw.alibi(SLOPES)]),
+    "relative": (None, tw.relative(torch.randn(4, 65))),
+    "sum": (None, tw.custom_score(lambda s, q, k: 2.0 * (s - 0.25 * q) + 0.5 * (k - q) - s / 4.0 + 1.5)),
+    "two of s": (None, tw.custom_score(lambda s, q: s * s + words.tanh(s) * 3.0 - 0.1 * q)),
+    "no s": (None, tw.custom_score(lambda s, q, k: 0.01 * (q * k))),
+    "where": (tw.causal(), tw.custom_score(lambda s, q, k: words.where(q - k < 5, s, s - 2.0))),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_a_score_is_its_parts(name):
+    mask, scores = SCORES[name]
+    spec, leaves = spec_of(mask, scores)
+    variables, numbers = tile(), ([32] * spec.num_ints, [30.0] * spec.num_floats)
+    want = value(spec.score, variables, leaves, *numbers) * algebra.LOG2E
+    parts = algebra.score_of(spec.score, spec.keep)
+    found = value(parts.core, variables, leaves, *numbers) * value(parts.rate, variables, leaves, *numbers)
+    for part in (parts.shift, parts.rest):
+        if part is not None:
+            found = found + value(part, variables, leaves, *numbers)
+    seen = torch.tensor(True) if spec.keep is None else value(spec.keep, variables, leaves, *numbers)
+    seen, want, found = torch.broadcast_tensors(seen, want, found)
+    torch.testing.assert_close(found[seen], want[seen], rtol=1e-12, atol=1e-12)
+
+
+def test_what_belongs_to_rows_meets_no_element():
+    score, _, rows = plan(spec_of(tw.causal(), tw.alibi(SLOPES))[0])
+    assert not ex.variables(score.shift) & {"j", "k", "raw"}
+    assert ex.variables(score.rest) <= {"b", "h", "k", "k0"} and score.core is algebra.RAW
+    assert any(ex.loads(node) for node in rows)
+    assert "abs" not in {n.op for n in ex.topological(score.rest)}
+
+
+def test_a_softcap_takes_maxima_of_the_tanh():
+    score = plan(spec_of(tw.causal(), tw.softcap(30.0))[0])[0]
+    assert score.rising and score.core.op == "tanh" and score.rest is None
+
+
+# ---- masks ---------------------------------------------------------------------------------------------------
+
+LINES = {
+    "causal": (tw.causal(), (), lambda q, k, i, j: k <= q),
+    "window": (tw.window(6, 3), (6, 3), lambda q, k, i, j: (q - k <= 6) & (k - q <= 3)),
+    "prefix": (tw.prefix(20), (20,), lambda q, k, i, j: k < 20),
+    "after": (tw.causal() & tw.custom(lambda k: k >= 21), (), lambda q, k, i, j: (k <= q) & (k >= 21)),
+    "strict": (tw.custom(lambda i, j: i + 3 > j), (), lambda q, k, i, j: i + 3 > j),
+    "equal": (tw.custom(lambda i, j: i == j), (), lambda q, k, i, j: i == j),
+    "rows": (tw.causal() & tw.custom(lambda q: q % 5 != 2), (), lambda q, k, i, j: (k <= q) & (q % 5 != 2)),
+}
+
+
+class Language:
+    """What printed lines use of Triton, on torch tensors."""
+
+    int64, int32, float32, int1 = torch.int64, torch.int32, torch.float32, torch.bool
+    where, maximum, minimum = torch.where, torch.maximum, torch.minimum
+
+    @staticmethod
+    def full(shape, number, dtype):
+        return torch.full(shape, number, dtype=dtype)
+
+    @staticmethod
+    def cast(x, dtype):
+        return torch.as_tensor(x).to(dtype)
+
+
+def run(text, name, *arguments):
+    """Call a printed function."""
+    tl = Language()
+    tl.maximum = lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
+    tl.where = lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b))
+    low, high = -(2**31), 2**31 - 1
+
+    def whole_if_wild(a, b):
+        wild = (a < low) | (b > high)
+        return torch.where(wild, low, a), torch.where(wild, high, b)
+
+    space = {
+        "triton": types.SimpleNamespace(jit=lambda f: f), "tl": tl, "INT_MIN": low, "INT_MAX": high,
+        "inside_int32": lambda x: torch.as_tensor(x).clamp(low, high), "whole_if_wild": whole_if_wild,
+        "mod_int": torch.remainder,
+    }  # fmt: skip
+    exec(compile(text, "printed", "exec"), space)
+    return space[name](*arguments)
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_lines_leave_each_row_a_run_of_columns(name):
+    mask, ints, allowed = LINES[name]
+    spec, leaves = spec_of(mask)
+    parts, slots = plan(spec)[1], describe(spec, leaves)
+    data = tuple(torch.tensor(n) for n in ints or (0,))
+    assert parts.other is None
+    i = torch.arange(ROWS)[:, None]
+    q, n_k, offset = i + 9, 45, torch.tensor(2)
+    given = {"i": i, "q": q, "scale": torch.tensor(1.0)}
+    rows = [value(node, given, leaves, ints, ()) for node in plan(spec)[2]]
+    zero = torch.tensor(0)
+    first, last = run(
+        print_limits(spec, slots),
+        "limits",
+        rows,
+        i,
+        q,
+        torch.tensor(n_k),
+        offset,
+        zero,
+        zero,
+        zero,
+        1.0,
+        data,
+    )
+    j = torch.arange(64)[None, :]
+    want = allowed(q, j + 2, i, j) & (j < n_k)
+    assert torch.equal((j >= first) & (j <= last), want)
+    low, high = run(
+        print_reach(spec, slots), "reach", torch.tensor(8), torch.tensor(15), torch.tensor(9), offset, zero, zero, zero,
+        zero, data,
+    )  # fmt: skip
+    seen = allowed(q, j + 2, i, j)[8:16].any(0).nonzero()
+    assert seen.numel() == 0 or (low <= seen.min() and high >= seen.max())
+
+
+def test_a_mask_is_told_apart():
+    spec, _ = spec_of(tw.causal() & tw.custom(lambda q, k: (q - k) % 3 < 2) & tw.window(9, None))
+    mask = algebra.mask_of(spec.keep)
+    assert len(mask.lines) == 2 and mask.below and mask.other is not None
+    assert not algebra.mask_of(spec_of(tw.causal() | tw.prefix(3))[0].keep).lines
+
+
+def test_bounds_that_leave_int32_cut_nothing():
+    spec, leaves = spec_of(tw.custom(lambda q, k: k <= q + 2_000_000_000))
+    zero = torch.tensor(0)
+    low, high = run(
+        print_reach(spec, describe(spec, leaves)), "reach", torch.tensor(2**28), torch.tensor(2**28), zero, zero, zero,
+        zero, zero, zero, (0,),
+    )  # fmt: skip
+    assert low <= 0 and high == 2**31 - 1

@@ -1,0 +1,64 @@
+"""Where the keys of each tile of rows lie, for masks that read tensors: looked at before the Hopper forward.
+
+Grid: one program a tile of 64 * NWG rows and, where the mask tells heads apart, a head. A program asks the mask's
+interval form about every key block that comparisons leave, 128 at once. Memory: two int32 a program, O(N / rows).
+Without it the forward's producer, one warp, would look at all blocks of a tile before it could say which is the last.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.backends.hopper.forward_place import offset_of
+from tilewise.backends.hopper.plain import kinds, reach
+from tilewise.backends.hopper.rings import hidden
+
+WIDTH = gl.constexpr(128)
+"""Key blocks looked at together: one a thread."""
+FAR = gl.constexpr(2**30)
+
+
+@gluon.jit
+def ranges_program(
+    range_ptr, q_offset_ptr, k_offset_ptr, heads, group, seqlen_q, seqlen_k, row_tiles, q_offset, k_offset, data,
+    NWG: gl.constexpr, BN: gl.constexpr, PACK: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr,
+):  # fmt: skip
+    """range (batch * heads, row_tiles, 2): the first key block a tile sees, and one past the last; 2^30, 0 if none.
+
+    heads: units of a batch entry, 1 where the mask is the same for all of them.
+    """
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    unit = gl.program_id(0) // row_tiles
+    tile = gl.program_id(0) - unit * row_tiles
+    b = unit // heads
+    head = unit - b * heads
+    q_pos = offset_of(q_offset, q_offset_ptr, b, seqlen_k - seqlen_q, Q_OFFSET)
+    k_pos = offset_of(k_offset, k_offset_ptr, b, 0, K_OFFSET)
+    if PACK > 1:
+        g = head
+        h0, h1 = head * PACK, head * PACK + (PACK - 1)
+    else:
+        g = head // group
+        h0, h1 = head, head
+    last_row = gl.minimum((tile * (64 * NWG) + 64 * NWG - 1) // PACK, seqlen_q - 1)
+    low, high = reach(tile * (64 * NWG) // PACK, last_row, q_pos, k_pos, b, h0, h1, g, data)
+    begin = low // BN
+    end = (gl.minimum(high, seqlen_k - 1) + BN) // BN
+    first = gl.full([WIDTH], FAR, gl.int32, lanes)
+    last = gl.full([WIDTH], 0, gl.int32, lanes)
+    for start in range(begin, end, WIDTH):
+        block = start + gl.arange(0, WIDTH, layout=lanes)
+        j0 = block * BN
+        j1 = gl.minimum(j0 + BN, seqlen_k) - 1
+        seen = block < 0
+        for w in range(hidden(NWG)):
+            row = tile * (64 * NWG) + w * 64
+            i0 = row // PACK
+            i1 = gl.minimum((row + 63) // PACK, seqlen_q - 1)
+            kind = kinds(gl.minimum(i0, i1), i1, j0, j1, q_pos, k_pos, b, h0, h1, g, data)
+            seen |= ((kind & 1) != 0) & (i0 < seqlen_q)
+        seen = seen & (block < end)
+        first = gl.minimum(first, gl.where(seen, block, FAR))
+        last = gl.maximum(last, gl.where(seen, block + 1, 0))
+    at = range_ptr + gl.program_id(0) * 2
+    gl.store(at, gl.min(first, 0))
+    gl.store(at + 1, gl.max(last, 0))
