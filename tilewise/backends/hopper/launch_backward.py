@@ -24,7 +24,7 @@ from tilewise.backends.hopper.source import module_of
 from tilewise.backends.protocol import Gradients, Needs
 from tilewise.backends.triton.compile import Build, types_of
 from tilewise.backends.triton.launch import plain_launcher
-from tilewise.backends.triton.launch_backward import Call
+from tilewise.backends.triton.launch_backward import SLOPES, Call
 from tilewise.backends.triton.launch_forward import _number
 from tilewise.backends.triton.layout import describe
 from tilewise.backends.triton.leaf_gradients import LeafGradients, sink_gradient
@@ -242,7 +242,10 @@ def backward(
     if any(needs.leaves):
         sites = sort_sites(problem, inputs.leaves, tuple(needs.leaves))
     plan = plan_backward(problem)
-    add = not sites.rows and sites.pair < 0
+    wants_sink = needs.sink and inputs.sink is not None
+    # The sink's gradient is made from the sums of all slopes of rows, where all keys are there.
+    rows = (*sites.rows, SLOPES) if wants_sink and not problem.options.subset else sites.rows
+    add = not rows and sites.pair < 0
     if sites.columns or not (add or plan.narrow):
         return None
     call = HopperCall(problem, inputs, saved, grads, slots)
@@ -255,8 +258,10 @@ def backward(
     dk, dv = call.keys(lines, add)
     dq = call.collect(lines, *plan.sums) if add else None
     dk, dv, _ = call.key_gradients((), (dk, dv))
-    dq, sums = call.row_gradients(sites.rows, sites.pair, leaves.pair_target, dq)
+    dq, sums = call.row_gradients(rows, sites.pair, leaves.pair_target, dq)
     leaves.add_tokens(sites.rows, sums, rows=True)
     leaves.add_others()
-    sink = sink_gradient(call) if needs.sink and inputs.sink is not None else None
+    sink = None
+    if wants_sink:
+        sink = sink_gradient(call, None if problem.options.subset else sums[-1])
     return Gradients(dq, dk, dv, leaves.finish(), sink)
