@@ -2,9 +2,10 @@
 
     python benchmarks/tune.py [--only SUBSTRING] [--shard I/N] [--output FILE.json] [--log FILE.jsonl]
 
-Every candidate of every kind of problem is timed alone (events around one kernel, after an idle pause, median of
-five). With --shard I/N the process only compiles every Nth candidate, so that N processes fill Triton's cache before
-one that measures; what does not compile or launch is left out. The table is `tilewise/tuning/<device>.json`.
+Every candidate of every kind of problem is timed alone (events around one kernel, after an idle pause and a kernel
+that does nothing while the host prepares the launch; median of five). With --shard I/N the process only compiles
+every Nth candidate, so that N processes fill Triton's cache before one that measures; what does not compile or launch
+is left out. The table is `tilewise/tuning/<device>.json`.
 """
 
 from __future__ import annotations
@@ -30,18 +31,21 @@ from tilewise.problem import decode_inputs, decode_problem
 
 TOKENS = 16384
 KEYS = {
-    64: "64,128,8,2 64,128,8,3 128,128,8,2 64,64,4,2 64,64,4,3 128,64,4,2 32,128,4,2 64,128,4,2",
-    128: "64,128,8,2 64,128,8,3 32,128,8,2 32,128,8,3 64,64,4,2 32,64,4,2 32,64,4,3 64,64,8,2 128,64,8,2",
-    256: "32,64,8,2 64,64,8,2 64,64,8,1 32,128,8,1 32,64,4,2 32,32,4,2 64,32,4,2 64,32,8,2",
+    64: "64,64,4,3 64,64,4,3,168 64,64,4,2 64,128,8,3 128,64,4,2 32,64,4,3",
+    128: "32,64,4,3 32,64,4,4 32,64,4,2 64,64,4,2 64,128,8,3 32,128,8,3",
+    256: "32,64,8,2 64,64,8,2 64,64,8,1 32,128,8,1",
 }
-"""Candidates of the key kernel by head dimension: rows walked, keys owned, warps, stages."""
+"""Candidates of the key kernel by head dimension: rows walked, keys owned, warps, stages, and the most registers of a
+thread."""
 ROWS = {
-    64: "128,128,8,2 128,128,8,3 128,64,8,3 128,64,4,3 64,64,4,3 64,64,4,2 64,128,4,2 64,128,4,3",
-    128: "128,64,8,2 128,64,8,3 128,128,8,2 64,64,4,2 64,64,4,3 64,128,4,2 128,32,8,3 64,32,4,3",
-    256: "64,32,4,2 128,32,8,2 64,64,8,2 64,64,8,1 128,64,8,1 128,64,8,2 64,32,8,2 64,64,4,1",
+    64: "64,128,4,3 64,64,4,3 64,64,4,4 128,64,8,3 128,128,8,2",
+    128: "128,64,8,3 128,64,8,2 64,64,4,2 64,64,4,3 64,32,4,3 64,32,4,4",
+    256: "128,32,8,2 64,32,4,2 64,64,8,2 128,64,8,1",
 }
 """Candidates of the row kernel: rows owned, keys walked, warps, stages."""
 SWIZZLES = (1, 2, 4, 8, 16)
+NOTHING = 400_000
+"""Cycles that the GPU waits while the host prepares a launch."""
 
 
 class Kind(NamedTuple):
@@ -57,12 +61,19 @@ def kinds() -> list[Kind]:
     found = []
     for d in (128, 64, 256):
         found += [Kind(f"D{d}-full", d, {}), Kind(f"D{d}-causal", d, {"mask": tw.causal()})]
+        found.append(Kind(f"D{d}-window1024", d, {"mask": tw.causal() & tw.window(1024, 0)}))
     found.append(Kind("D128-causal-softcap", 128, {"mask": tw.causal(), "scores": (tw.softcap(30.0),)}))
+    found.append(Kind("D128-causal-dropout", 128, {"mask": tw.causal(), "dropout": 0.1}))
     return found
 
 
-def choices(text: str) -> list[Tiles]:
-    return [Tiles(*map(int, word.split(","))) for word in text.split()]
+def choices(text: str) -> list[tuple[Tiles, int]]:
+    """Tiles and most registers of a thread (0: no bound) of each word."""
+    found = []
+    for word in text.split():
+        numbers = [*map(int, word.split(",")), 0]
+        found.append((Tiles(*numbers[:4]), numbers[4]))
+    return found
 
 
 def call_of(kind: Kind) -> launch_backward.Call:
@@ -100,6 +111,7 @@ def seconds(run: Callable[[], object]) -> float:
     for _ in range(5):
         torch.cuda.synchronize()
         time.sleep(0.03)
+        torch.cuda._sleep(NOTHING)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
@@ -109,19 +121,20 @@ def seconds(run: Callable[[], object]) -> float:
     return statistics.median(found)
 
 
-def candidates(kind: Kind) -> Iterator[tuple[str, Tiles]]:
-    """Every (kernel, tiles) of a kind."""
+def candidates(kind: Kind) -> Iterator[tuple[str, tuple[Tiles, int]]]:
+    """Every (kernel, (tiles, registers)) of a kind."""
     yield from (("triton.keys", t) for t in choices(KEYS[kind.d]))
     yield from (("triton.rows", t) for t in choices(ROWS[kind.d]))
 
 
 def launch(
-    call: launch_backward.Call, kernel: str, tiles: Tiles, swizzle: int | None = None
+    call: launch_backward.Call, kernel: str, choice: tuple[Tiles, int], swizzle: int | None = None
 ) -> Callable[[], object]:
     """A call of one kernel with its second look."""
     base = choose_backward(call.problem, machine_of(call.device))
     field = "keys" if kernel == "triton.keys" else "rows"
-    call.tiles = base._replace(**{field: tiles}, swizzle=swizzle or base.swizzle)
+    tiles, registers = choice
+    call.tiles = base._replace(**{field: tiles}, swizzle=swizzle or base.swizzle, registers=registers)
     return lambda: call.key_gradients(()) if field == "keys" else call.row_gradients((), -1, None)
 
 
@@ -137,30 +150,36 @@ def main() -> None:
     options = parser.parse_args()
     index, count = map(int, options.shard.split("/")) if options.shard else (0, 0)
     device = torch.cuda.get_device_name()
-    table: dict[str, dict[str, list[int]]] = {"triton.keys": {}, "triton.rows": {}, "triton.swizzle": {}}
+    table: dict[str, dict[str, list[int]]] = {
+        "triton.keys": {},
+        "triton.rows": {},
+        "triton.swizzle": {},
+        "triton.registers": {},
+    }
     for number, kind in enumerate(k for k in kinds() if options.only in k.name):
         call = call_of(kind)
         key, best = table_keys(call.problem)[0], {}
-        for place, (kernel, tiles) in enumerate(candidates(kind)):
+        for place, (kernel, choice) in enumerate(candidates(kind)):
             if count and (place + number) % count != index:
                 continue
+            numbers = [*choice[0][:4], *choice[1:][: choice[1] > 0]]
             try:
-                run = launch(call, kernel, tiles)
+                run = launch(call, kernel, choice)
                 taken = seconds(run) if not count else float(run() is None)
             except Exception as error:  # a choice that does not fit is no candidate
-                print(kind.name, kernel, *tiles[:4], type(error).__name__, str(error)[:80], flush=True)
+                print(kind.name, kernel, numbers, type(error).__name__, str(error)[:80], flush=True)
                 continue
             if not count:
-                print(f"{kind.name:22s} {kernel} {tiles[:4]} {taken * 1e3:.3f} ms", flush=True)
-                write(
-                    options.log, {"kind": kind.name, "kernel": kernel, "tiles": tiles[:4], "seconds": taken}
-                )
+                print(f"{kind.name:22s} {kernel} {numbers} {taken * 1e3:.3f} ms", flush=True)
+                write(options.log, {"kind": kind.name, "kernel": kernel, "tiles": numbers, "seconds": taken})
                 if taken < best.get(kernel, (1e9,))[0]:
-                    best[kernel] = (taken, tiles)
+                    best[kernel] = (taken, choice)
         if not count and len(best) == 2:
             table["triton.swizzle"][key] = [best_swizzle(call, best, kind, options.log)]
-            for kernel, (_, tiles) in best.items():
+            for kernel, (_, (tiles, registers)) in best.items():
                 table[kernel][key] = list(tiles[:4])
+                if registers:
+                    table["triton.registers"][key] = [registers]
             save(options.output or tuning.table_path(device), device, table)
 
 
@@ -168,7 +187,7 @@ def best_swizzle(call: launch_backward.Call, best: dict[str, Any], kind: Kind, l
     """How many heads run side by side, measured on both kernels together."""
     found = []
     for swizzle in SWIZZLES:
-        taken = sum(seconds(launch(call, kernel, tiles, swizzle)) for kernel, (_, tiles) in best.items())
+        taken = sum(seconds(launch(call, kernel, choice, swizzle)) for kernel, (_, choice) in best.items())
         print(f"{kind.name:22s} swizzle {swizzle} {taken * 1e3:.3f} ms", flush=True)
         write(log, {"kind": kind.name, "swizzle": swizzle, "seconds": taken})
         found.append((taken, swizzle))
