@@ -89,7 +89,8 @@ def ordered(keep: Node | None) -> frozenset[tuple[Node, Node]]:
 
 
 def resolve(root: Node, order: frozenset[tuple[Node, Node]]) -> Node:
-    """The tree without the absolute values whose sign the mask knows."""
+    """The tree without the absolute values whose sign the mask knows; the others are taken of floats, which costs
+    nothing."""
     new: dict[Node, Node] = {}
     for node in ex.topological(root):
         made = ex.rebuild(node, tuple(new[a] for a in node.args)) if node.args else node
@@ -99,6 +100,8 @@ def resolve(root: Node, order: frozenset[tuple[Node, Node]]) -> Node:
                 made = made.args[0]
             elif (b, a) in order:
                 made = ex.apply("sub", b, a)
+        if made.op == "to_float" and made.args[0].op == "abs":
+            made = ex.apply("abs", ex.cast(made.args[0].args[0], "float"))
         new[node] = made
     return new[root]
 

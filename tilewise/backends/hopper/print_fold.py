@@ -40,7 +40,8 @@ class FoldPrinter(TilePrinter):
         if node in self.rows:
             self.taken.add(self.rows.index(node))
             return f"parts{self.rows.index(node)}"
-        sign = algebra.slope_in_column(node)
+        # A converted integer grows from column to column as a float, exactly below 2^24.
+        sign = algebra.slope_in_column(node.args[0] if node.op == "to_float" else node)
         if node not in self.names and sign:
             text = f"spread({self.emit(algebra.at_first(node))}, j - j0, {sign})"
             self.names[node] = f"t{len(self.lines)}"

@@ -44,7 +44,7 @@ def inside_int32(x):
 
 @gluon.jit
 def spread(x, column, SIGN: gl.constexpr):
-    """x, (64, 1), plus or minus the number of the column in a block, (1, N); int32.
+    """x, (64, 1), plus or minus the number of the column in a block, (1, N); of the type of x.
 
     Bits 1 and 2 of a column are the thread's: what remains are literals, which cost no registers, and of which the
     compiler drops what a mask does not look at.
