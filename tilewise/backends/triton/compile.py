@@ -7,7 +7,6 @@ call compiles for a target without a device.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -74,16 +73,6 @@ def compile_kernel(kernel: Any, build: Build, target: Any = None) -> Any:
         options["launch_pdl"] = True
     source = ASTSource(kernel, signature, values, attributes)
     return triton.compile(source, target=target, options=options)
-
-
-def reads_in_place(compiled: Any) -> bool:
-    """Whether every word of assembly that reads two elements at a time (`words.load_pairs`) has the layout of a
-    product, where those lie side by side; False where Triton did not keep the text that says so."""
-    text = compiled.asm.get("ttgir", "")
-    words = [
-        line for line in text.splitlines() if "tt.elementwise_inline_asm" in line and "ld.global" in line
-    ]
-    return bool(words) and all(re.search(r"-> tensor<[^>]*, #mma\d*>", line) for line in words)
 
 
 class Launcher:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tilewise.backends.triton import tiles as choice
-from tilewise.backends.triton.compile import Build, interpreting, reads_in_place, types_of
+from tilewise.backends.triton.compile import Build, types_of
 from tilewise.backends.triton.launch import (
     Wanted,
     dropout_numbers,
@@ -154,11 +154,7 @@ def slots_of(problem: Problem, inputs: Inputs) -> Slots | None:
     """Slots of a call of this pass; None if a leaf cannot be read."""
     s = problem.shape
     lengths = (s.seqlen_q, s.seqlen_k) if problem.options.layout == "dense" else None
-    direct = any(leaf.element_size() == 2 for leaf in inputs.leaves) and not interpreting()
-    if direct:
-        machine = machine_of(max(inputs.q.get_device(), 0))
-        direct = machine.kind == "cuda" and machine.arch >= 80
-    return describe(problem.spec, inputs.leaves, lengths, powers_of(problem.spec, inputs.ints), direct)
+    return describe(problem.spec, inputs.leaves, lengths, powers_of(problem.spec, inputs.ints))
 
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
@@ -210,12 +206,9 @@ def _parts(problem: Problem, inputs: Inputs, splits: int) -> tuple[Tensor, Tenso
 
 
 @functools.lru_cache(maxsize=4096)
-def schedule(
-    problem: Problem, machine: Any, vectors: bool = True, crowded: bool | None = None
-) -> tuple[Tiles, tuple[int, int]]:
-    """Tiles and splits of a problem on a machine; vectors: whether its rows can be read by 16 bytes; crowded: as
-    `tiles.choose` takes it."""
-    tiles = choice.choose(problem, machine, vectors, crowded)
+def schedule(problem: Problem, machine: Any, vectors: bool = True) -> tuple[Tiles, tuple[int, int]]:
+    """Tiles and splits of a problem on a machine; vectors: whether its rows can be read by 16 bytes."""
+    tiles = choice.choose(problem, machine, vectors)
     return tiles, choice.splits_of(problem, tiles, machine)
 
 
@@ -224,7 +217,7 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     device = max(inputs.q.get_device(), 0)
     tensors = (inputs.q, inputs.k, inputs.v)
     step = step_of(problem, tensors)
-    tiles, (splits, split_tiles) = schedule(problem, machine_of(device), step > 1, _crowded(slots))
+    tiles, (splits, split_tiles) = schedule(problem, machine_of(device), step > 1)
     result = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
     if splits == 1:
         out = result
@@ -269,10 +262,7 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
         ratio = tiles.block_m // CARE_M
         build = Build(types, aligned, (*low, ("CARE", "again"), ("RATIO", ratio)), 4, 1)
         wanted.append(Wanted(problem, slots, AGAIN, build, device, (FORWARD, AGAIN)))
-    made = kernel_launchers(wanted)
-    if (ordinary := _ordinary_reads(slots, made)) is not None:
-        return make_recipe(problem, inputs, ordinary)
-    run, again = (*made, None)[:2]
+    run, again = (*kernel_launchers(wanted), None)[:2]
     rows = choice.row_tiles(problem, tiles)
     heads = problem.shape.num_heads_kv if tiles.packed else problem.shape.num_heads_q
     units = heads if problem.options.layout == "varlen" else problem.shape.batch * heads
@@ -282,18 +272,6 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
         run, again, kept, types, units * rows * splits, splits, tiles, tma, strides.step > 1,
         result.stride(), slots, problem,
     )  # fmt: skip
-
-
-def _crowded(slots: Slots) -> bool | None:
-    """False where no leaf with an element per pair goes through shared memory; None: the spec alone says."""
-    return False if slots.leaves and all(layout.direct for layout in slots.leaves) else None
-
-
-def _ordinary_reads(slots: Slots, made: Sequence[Any]) -> Slots | None:
-    """Slots that read leaves by ordinary loads, if a compiled kernel reads pairs in a layout that has none."""
-    if not any(x.direct for x in slots.leaves) or all(reads_in_place(x.compiled) for x in made):
-        return None
-    return slots._replace(leaves=tuple(layout._replace(direct=False) for layout in slots.leaves))
 
 
 def _shared_values(

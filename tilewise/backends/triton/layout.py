@@ -38,13 +38,12 @@ class LeafLayout(NamedTuple):
     the other strides, in elements. covered: the dimensions indexed by the row or the column itself that have an element
     for each; there no index has to be clamped, which would hide from the compiler that it counts up. A score's leaf
     is covered in both or in none: a line of elements would be loaded ahead, after which ptxas for Hopper waits for
-    each product (C7515). direct: its elements, of 16 bits, are read straight into the layout of the scores."""
+    each product (C7515)."""
 
     unit: int
     still: tuple[int, ...]
     step: int
     covered: tuple[int, ...] = ()
-    direct: bool = False
 
 
 class Table(NamedTuple):
@@ -162,12 +161,11 @@ def describe(
     leaves: Sequence[Tensor],
     lengths: tuple[int, int] | None = None,
     powers: tuple[int, ...] | None = None,
-    direct: bool = False,
 ) -> Slots | None:
     """Slots of a call; None if a leaf has an element type that kernels do not read, or no elements.
 
     lengths: rows and columns of every sequence, where they are known; kernels then read what is as long by vectors.
-    powers: what `powers_of` finds, where kernels may know it. direct: whether elements can be read into any layout.
+    powers: what `powers_of` finds, where kernels may know it.
     """
     if any(leaf.dtype not in READABLE or leaf.numel() == 0 for leaf in leaves):
         return None
@@ -186,16 +184,6 @@ def describe(
         )
     )
     floats_at = at + spec.num_ints
-    if direct:
-        layouts = tuple(
-            layout._replace(
-                direct=n in scored
-                and len(layout.covered) > 1
-                and min(layout.unit + 1, layout.step - 1) > 0
-                and leaf.element_size() == 2
-            )
-            for n, (layout, leaf) in enumerate(zip(layouts, leaves, strict=True))
-        )
     return Slots(layouts, tuple(where), at, floats_at, tables_of(spec), floats_at + spec.num_floats, powers)
 
 

@@ -138,8 +138,7 @@ class TilePrinter:
         indices = [name if d in layout.covered else self.index(node, d, name) for d, name in enumerate(a)]
         address = self.address(node, indices)
         terms = [self._within(slot, d, a[d]) for d in layout.covered]
-        word = "load_pairs" if layout.direct else "load_where"
-        text = f"{word}({address}, {' & '.join(terms)})" if terms else f"tl.load({address})"
+        text = f"load_where({address}, {' & '.join(terms)})" if terms else f"tl.load({address})"
         return as_kind(text, node.type)
 
     def _within(self, slot: int, d: int, name: str) -> str:

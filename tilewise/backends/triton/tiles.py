@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 FEWEST_KEYS = 256
 """Keys of a split, at least."""
-MOST_ABREAST = 2
-"""Heads whose row tiles run side by side, at most. Source: H200, D = 128, N = 16384, TFLOP/s with 1, 2 and 8: 537, 542
-and 520 (full), 515, 522 and 521 (causal); benchmarks/results/gpu_tiles.jsonl."""
+MOST_ABREAST = 4
+"""Heads whose row tiles run side by side, at most. Source: H200, N = 16384, bfloat16, TFLOP/s with 1, 2, 4 and 8:
+D = 128 full 537, 542, 538 and 507, causal 515, 517, 519 and 516; D = 64 full 488, 481, 488 and 481; D = 256 full 546,
+548, 553 and 554, causal 518, 534, 538 and 538; benchmarks/results/gpu_tiles.jsonl."""
 CACHE_SHARE = 4
 """Where the keys of the most heads abreast are more than twice the shared cache, only as many run abreast as keep
 theirs in this part of it. On an H200 (60 MiB) 128 MiB of keys were read 268 times from memory; source:
@@ -59,9 +60,8 @@ def keys_per_sequence(problem: Problem) -> int:
     return s.seqlen_k if problem.options.layout == "dense" else -(-s.seqlen_k // max(s.batch, 1))
 
 
-def choose(problem: Problem, machine: Machine, vectors: bool = True, crowded: bool | None = None) -> Tiles:
-    """The tiles of the forward kernel; vectors: whether rows of q, k and v can be read by 16 bytes; crowded: whether
-    more than q, k and v goes through shared memory, None where the spec alone says so."""
+def choose(problem: Problem, machine: Machine, vectors: bool = True) -> Tiles:
+    """The tiles of the forward kernel; vectors: whether rows of q, k and v can be read by 16 bytes."""
     d, dv = padded(problem.shape.head_dim), padded(problem.shape.head_dim_v)
     invariant = problem.options.batch_invariant and problem.options.layout == "varlen"
     rows = 1 << 30 if invariant else rows_per_sequence(problem)
@@ -78,8 +78,7 @@ def choose(problem: Problem, machine: Machine, vectors: bool = True, crowded: bo
     elif problem.dtype == torch.float32 or (machine.kind == "cuda" and machine.arch < 80):
         found = _ordinary(d, dv, block_m)
     else:
-        crowded = problem.spec.dropout or (_reads(problem) > 1 if crowded is None else crowded)
-        found = _narrow(problem, d, dv, block_m, machine, crowded)
+        found = _narrow(problem, d, dv, block_m, machine)
     return fit(found._replace(packed=packed), d, dv, problem.dtype.itemsize, machine)
 
 
@@ -100,7 +99,7 @@ def _ordinary(d: int, dv: int, block_m: int) -> Tiles:
     return Tiles(min(block_m, size), size, 4, 2)
 
 
-def _narrow(problem: Problem, d: int, dv: int, block_m: int, machine: Machine, crowded: bool) -> Tiles:
+def _narrow(problem: Problem, d: int, dv: int, block_m: int, machine: Machine) -> Tiles:
     """float16 and bfloat16. Source: sweeps on an H200 (block_m x block_n, warps, stages at N = 16384)."""
     widest = max(d, dv)
     if block_m <= 32:
@@ -117,12 +116,17 @@ def _narrow(problem: Problem, d: int, dv: int, block_m: int, machine: Machine, c
     if widest > 64:
         # Two programs of 64 rows share a multiprocessor, and one computes while the other waits; with three stages
         # they fit exactly, so where more than keys and values goes through shared memory, there are two.
-        return Tiles(min(block_m, 64), 64, 4, 2 if crowded else 3)
+        return Tiles(min(block_m, 64), 64, 4, 2 if _stages_more(problem) else 3)
     if _reads(problem):
         # A line with an element for each thread gets a layout of its own, and then Triton 3.6 moves the scores to it.
         return Tiles(min(block_m, 64), 64, 4, 3)
     plain = problem.spec.keep is None and problem.spec.score is None
     return Tiles(min(block_m, 64), 128, 4, 2 if plain else 3)
+
+
+def _stages_more(problem: Problem) -> bool:
+    """Whether a leaf with an element for each pair is read, or dropout's words are exchanged among threads."""
+    return problem.spec.dropout or _reads(problem) > 1
 
 
 def _reads(problem: Problem) -> int:

@@ -182,30 +182,6 @@ def load_where(address, where):
 
 
 @triton.jit
-def load_pairs(address, where):
-    """Elements of 16 bits where the condition holds, else 0, in whatever layout they are wanted.
-
-    An ordinary load has a layout of its own and is exchanged through shared memory. Two elements that follow each other
-    in a thread have to lie side by side under one condition, as in the layout of products: `compile.reads_in_place`
-    looks whether they do.
-    """
-    pointers, mask = tl.broadcast(address, where)
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .pred visible;
-        setp.ne.s32 visible, $3, 0;
-        mov.b32 $0, 0;
-        @visible ld.global.nc.b32 $0, [$1];
-        }""",
-        "=&r,l,l,r,r",
-        [pointers.to(tl.int64), mask.to(tl.int32)],
-        dtype=address.dtype.element_ty,
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
 def select_interval(certain, possible, a_lo, a_hi, b_lo, b_hi):
     """Bounds of where(condition, a, b) for a condition known as (certain, possible)."""
     lo = tl.where(certain, a_lo, tl.where(possible, tl.minimum(a_lo, b_lo), b_lo))
