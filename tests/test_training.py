@@ -216,6 +216,23 @@ def test_deterministic_algorithms():
         torch.use_deterministic_algorithms(before)
 
 
+@pytest.mark.parametrize("backend", ["naive", "blockwise"])
+def test_gathered_leaves_repeat_with_several_threads(backend):
+    """Entries that many pairs read, at a place that depends on the sequence: torch's own sum of them has no order."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 400, 4) for _ in range(3))
+    table, threads = torch.randn(3, requires_grad=True), torch.get_num_threads()
+    third = tw.custom_score(lambda s, b, q, k, t: s + t[(q * 7 + k * (b + 1)) % 3], table)
+    torch.set_num_threads(2)
+    try:
+        out = tw.attention(q, k, v, scores=third, backend=backend, deterministic=True)
+        cotangent = torch.ones_like(out)
+        runs = [torch.autograd.grad(out, table, cotangent, retain_graph=True)[0] for _ in range(10)]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(run, runs[0]) for run in runs)
+
+
 def test_a_copied_and_a_pickled_model_train_alike(tmp_path):
     model, tokens = SmallGPT(), batch()
     torch.save(model, tmp_path / "model.pt")

@@ -199,11 +199,11 @@ class _Matrix:
     def _through_terms(
         self, s: Tensor, s0: Tensor, tracked: list[Tensor], ds: Tensor, leaves: list[Tensor | None]
     ) -> Tensor:
-        """d loss / d s0, adding the leaves' gradients: by torch's autograd, or, inside a registered op, where torch
-        records nothing, by the tree's own derivative."""
+        """d loss / d s0, adding the leaves' gradients: by torch's autograd, or by the tree's own derivative inside a
+        registered op, where torch records nothing, and in deterministic calls, whose gathers are summed in order."""
         with torch.enable_grad():
             recording = torch.neg(s0).requires_grad
-        if not recording:
+        if not recording or self.problem.options.deterministic:
             return self._through_trees(s0, ds, leaves)
         if not s.requires_grad:
             return torch.zeros_like(ds)
