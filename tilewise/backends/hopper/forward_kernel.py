@@ -101,7 +101,7 @@ def seen_blocks(begin, end, b, head, tile, n_q, q_offset, k_offset, group, data,
     i0 = tile * (64 * NWG) // PACK
     i1 = gl.minimum((tile * (64 * NWG) + 64 * NWG - 1) // PACK, n_q - 1)
     low, high = reach(i0, i1, q_offset, k_offset, b, h0, h1, g, data)
-    return gl.maximum(begin, gl.maximum(low, 0) // BN), gl.minimum(end, (gl.maximum(high, -1) + BN) // BN)
+    return gl.maximum(begin, gl.maximum(low, 0) // BN), gl.minimum(end, high // BN + 1)
 
 
 @gluon.jit
