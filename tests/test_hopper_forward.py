@@ -32,7 +32,7 @@ KINDS = {
 }
 
 
-WORDS_A_TILE = {2: 32, 3: 80}
+WORDS_A_TILE = {2: 40, 3: 80}
 """Bytes that kernels of two and three warpgroups may spill: few registers are left for the producer, and what does not
 fit is written and read once a tile, outside every loop over keys."""
 

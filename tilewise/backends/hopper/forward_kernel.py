@@ -255,7 +255,7 @@ def consumer(
     BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr,
     E1: gl.constexpr, ST: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, Q_OFFSET: gl.constexpr,
     K_OFFSET: gl.constexpr, SINK: gl.constexpr, CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr,
-    ORDER: gl.constexpr, LAZY: gl.constexpr, SOFT: gl.constexpr,
+    ORDER: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 rows of each tile.
 
@@ -315,7 +315,7 @@ def consumer(
             s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, True, FUSED, BN, SL)  # fmt: skip
         # A finite maximum, so that -inf minus it is -inf in rows that see nothing.
         m = gl.maximum(top_of(s, rate, shift), LOWEST)
-        p = weigh(s, m, rate, shift, SOFT)
+        p = weigh(s, m, rate, shift)
         l = gl.sum(p, 1)  # noqa: E741
         weights = p.to(dt)
         acc = gl.zeros([64, E0], gl.float32, OL)
@@ -350,7 +350,7 @@ def consumer(
             top = top_of(s, rate, shift)
             m, alpha = raise_top(m, top, GROWTH, LAZY)
             if ORDER == 5:
-                p = weigh(s, m, rate, shift, SOFT)
+                p = weigh(s, m, rate, shift)
                 l = gl.fma(l, alpha, gl.sum(p, 1))  # noqa: E741
             if ORDER > 0:
                 ahead = it + 1
@@ -362,7 +362,7 @@ def consumer(
                 acc2 = rescale(acc2, gl.convert_layout(alpha, RO2), LAZY, E1 // 2)
             acc = rescale(acc, gl.convert_layout(alpha, RO), LAZY, E0 // 2)
             if ORDER != 5:
-                p = weigh(s, m, rate, shift, SOFT)
+                p = weigh(s, m, rate, shift)
                 l = gl.fma(l, alpha, gl.sum(p, 1))  # noqa: E741
             weights = p.to(dt)
         if not SHARED_OUT:
@@ -419,7 +419,7 @@ def forward_program(
     BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr, ST: gl.constexpr,
     PACK: gl.constexpr, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr,
     K_OFFSET: gl.constexpr, SINK: gl.constexpr, CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr,
-    RANGES: gl.constexpr, ORDER: gl.constexpr, LAZY: gl.constexpr, SOFT: gl.constexpr, WORKER: gl.constexpr,
+    RANGES: gl.constexpr, ORDER: gl.constexpr, LAZY: gl.constexpr, WORKER: gl.constexpr,
     LOADER: gl.constexpr,
 ):  # fmt: skip
     """The partitions: NWG consumers and the producer. WORKER, LOADER: registers of a thread of each."""
@@ -460,12 +460,12 @@ def forward_program(
                 0, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
                 k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
                 strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG, BN, D0, D1, E0, E1, ST,
-                PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, SOFT)),
+                PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
             (consumer, (
                 1, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
                 k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
                 strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG, BN, D0, D1, E0, E1, ST,
-                PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, SOFT)),
+                PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
             (producer, (
                 q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, tile_s, code_s,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, ranges, sizes,
@@ -478,17 +478,17 @@ def forward_program(
                 0, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
                 k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
                 strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG, BN, D0, D1, E0, E1, ST,
-                PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, SOFT)),
+                PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
             (consumer, (
                 1, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
                 k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
                 strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG, BN, D0, D1, E0, E1, ST,
-                PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, SOFT)),
+                PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
             (consumer, (
                 2, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
                 k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
                 strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG, BN, D0, D1, E0, E1, ST,
-                PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, SOFT)),
+                PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
             (producer, (
                 q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, tile_s, code_s,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, ranges, sizes,

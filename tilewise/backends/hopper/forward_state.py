@@ -27,41 +27,10 @@ def add_values(acc, acc2, weights, v_s, v_s2, sv, BN: gl.constexpr, E0: gl.const
     return acc, acc2
 
 
-@gluon.constexpr_function
-def _powers_text(soft):
-    """2^x of four elements, the first `soft` of them by a cubic polynomial on the way from the nearest integer."""
-    text = ["{ .reg .f32 t, r, f, p; .reg .b32 e, i;"]
-    for n in range(4):
-        if n >= soft:
-            text.append(f"ex2.approx.ftz.f32 ${n}, ${4 + n};")
-            continue
-        # 12582912 = 1.5 * 2^23 rounds to an integer, which stays in the last bits. -127 becomes 0 exactly.
-        text += [
-            f"max.NaN.f32 t, ${4 + n}, 0fC2FE0000;", "add.rn.f32 r, t, 0f4B400000;", "sub.rn.f32 f, r, 0f4B400000;",
-            "sub.rn.f32 f, t, f;", "fma.rn.f32 p, f, 0f3D61510B, 0f3E780627;", "fma.rn.f32 p, p, f, 0f3F317AFD;",
-            "fma.rn.f32 p, p, f, 0f3F800000;", "mov.b32 e, r;", "shl.b32 e, e, 23;", "mov.b32 i, p;",
-            "add.s32 i, i, e;", f"mov.b32 ${n}, i;",
-        ]  # fmt: skip
-    return " ".join([*text, "}"])
-
-
 @gluon.jit
-def powers(x, SOFT: gl.constexpr):
-    """2^x. SOFT: how many of four elements are computed by multiplications (relative error at most 1.1e-4, a twentieth
-    of what rounding weights to bfloat16 costs), where the special-function unit has more to do than these."""
-    if SOFT > 0:
-        text: gl.constexpr = _powers_text(SOFT)
-        return gl.inline_asm_elementwise(
-            text, "=&f,=&f,=&f,=&f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4
-        )
-    else:
-        return gl.exp2(x)
-
-
-@gluon.jit
-def weigh(u, m, rate, shift, SOFT: gl.constexpr):
+def weigh(u, m, rate, shift):
     """2^(u * rate + shift - m): u a tile, rate a number, shift and m of rows."""
-    return powers(gl.fma(u, gl.zeros_like(u) + rate, (shift - m)[:, None] + gl.zeros_like(u)), SOFT)
+    return gl.exp2(gl.fma(u, gl.zeros_like(u) + rate, (shift - m)[:, None] + gl.zeros_like(u)))
 
 
 @gluon.jit

@@ -48,7 +48,7 @@ FORWARD = Entry(
     (),
     (
         "FUSED", "NWG", "BN", "D0", "D1", "E0", "E1", "ST", "PACK", "VARLEN", "USED_Q", "USED_K", "Q_OFFSET",
-        "K_OFFSET", "SINK", "CARE", "STORE", "SHARED_OUT", "RANGES", "ORDER", "LAZY", "SOFT", "WORKER", "LOADER",
+        "K_OFFSET", "SINK", "CARE", "STORE", "SHARED_OUT", "RANGES", "ORDER", "LAZY", "WORKER", "LOADER",
     ),
 )  # fmt: skip
 AT = {argument.partition(":")[0]: n for n, argument in enumerate(FORWARD.arguments)}
@@ -195,7 +195,7 @@ def constants_of(
     found = flags | {
         "NWG": tiles.warpgroups, "BN": tiles.block_n, "D0": d0, "D1": d1, "E0": e0, "E1": e1, "ST": tiles.stages,
         "SHARED_OUT": tiles.shared_out and flags["STORE"] == "tiles", "ORDER": tiles.order, "LAZY": tiles.lazy,
-        "SOFT": flags.get("SOFT", 0), "RANGES": flags.get("RANGES", False),
+        "RANGES": flags.get("RANGES", False),
         "WORKER": tiles.worker, "LOADER": tiles.loader,
     }  # fmt: skip
     return tuple((name, found[name]) for name in FORWARD.constants)
@@ -334,7 +334,7 @@ def make_recipe(problem: Problem, inputs: Inputs) -> Recipe | None:
     if out_strides[4] != 1 and s.head_dim_v > 1:
         return None
     hides = hides_pairs(problem)
-    look = wanted(problem, slots)
+    look = wanted(problem, slots, tiles)
     flags = _flags(problem, inputs, plan, by_tiles, look)
     ranges = (
         make_ranges(problem, inputs, slots, tiles, pack, plan.row_tiles, _offset_kinds(inputs))
@@ -390,7 +390,7 @@ def _flags(
         "USED_K": inputs.seqused_k is not None, "Q_OFFSET": _offset_kind(inputs.q_offset),
         "K_OFFSET": _offset_kind(inputs.k_offset), "SINK": inputs.sink is not None and plan.splits == 1,
         "CARE": hides_pairs(problem), "STORE": "tiles" if by_tiles else "rows",
-        "SOFT": choice.soft(spec), "RANGES": ranges,
+        "RANGES": ranges,
     }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from tilewise.backends.hopper import tiles as choice
 from tilewise.backends.hopper.compile import GluonLauncher
 from tilewise.backends.hopper.source import module_of
 from tilewise.backends.triton import launch_forward as low
@@ -50,9 +51,10 @@ class Ranges(NamedTuple):
         return found
 
 
-def wanted(problem: Problem, slots: Slots) -> bool:
-    """Whether calls are worth a look before: the mask reads tensors along rows or columns, of dense batches."""
-    return bool(slots.tables) and problem.options.layout == "dense"
+def wanted(problem: Problem, slots: Slots, tiles: Tiles) -> bool:
+    """Whether calls are worth a look before: the mask reads tensors along rows or columns, of long dense batches."""
+    long = problem.shape.seqlen_k > choice.MANY * tiles.block_n
+    return long and bool(slots.tables) and problem.options.layout == "dense"
 
 
 def make_ranges(

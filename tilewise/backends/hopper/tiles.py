@@ -72,8 +72,8 @@ FOLDING = {
 Source: a sweep on an H200 for (128, 128), TFLOP/s: softcap 580 against 560 with PLAIN, ALiBi 669 against 717."""
 LIGHT = ((128, 128),)
 """Where score terms without loads and functions for each element keep the PLAIN tiles."""
-SOFT = 2
-"""Of four exponentials, those made by multiplications beside a function for each element."""
+MANY = 128
+"""Key blocks up to which a producer finds a tile's own by looking at all, for masks that read tensors."""
 
 
 def hard(spec: AttentionSpec) -> bool:
@@ -91,11 +91,6 @@ def default(pair: tuple[int, int], spec: AttentionSpec) -> Tiles:
     loads = any(not along_row(site) for site in ex.loads(*each))
     terms = spec.score is not None and (pair not in LIGHT or hard(spec))
     return (FOLDING if loads or terms else PLAIN)[pair]
-
-
-def soft(spec: AttentionSpec) -> int:
-    """How many of four exponentials are computed by multiplications."""
-    return SOFT if hard(spec) else 0
 
 
 def pair_of(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
