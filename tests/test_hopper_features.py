@@ -33,6 +33,8 @@ MASKS = {
     "causal": tw.causal,
     "window": lambda: tw.causal() & tw.window(150, 0),
     "two sides": lambda: tw.window(40, 90),
+    "from below": lambda: tw.window(150, None),
+    "rows alone": lambda: tw.custom(lambda q: q % 5 != 2),
     "prefix of each": lambda: tw.causal() & tw.prefix(torch.tensor([200, 450], device="cuda")),
     "stripes": lambda: tw.causal() & tw.custom(lambda q, k: (q - k) % 4 < 2),
     "of twelve": lambda: tw.custom(lambda q, k: (k - q) % 12 < 5),
