@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from tilewise.backends.triton import compiler_digest
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -71,6 +73,7 @@ def compile_kernel(kernel: Any, build: Build, target: Any = None) -> Any:
         options["maxnreg"] = build.registers
     if build.early:
         options["launch_pdl"] = True
+    compiler_digest.recall()
     source = ASTSource(kernel, signature, values, attributes)
     return triton.compile(source, target=target, options=options)
 

@@ -22,7 +22,7 @@ FEWEST_KEYS = 256
 MOST_ABREAST = 4
 """Heads whose row tiles run side by side, at most. Source: H200, N = 16384, bfloat16, TFLOP/s with 1, 2, 4 and 8:
 D = 128 full 537, 542, 538 and 507, causal 515, 517, 519 and 516; D = 64 full 488, 481, 488 and 481; D = 256 full 546,
-548, 553 and 554, causal 518, 534, 538 and 538; benchmarks/results/gpu_tiles.jsonl."""
+548, 553 and 554, causal 518, 534, 538 and 538; benchmarks/results/gpu_triton_forward.jsonl."""
 CACHE_SHARE = 4
 """Where the keys of the most heads abreast are more than twice the shared cache, only as many run abreast as keep
 theirs in this part of it. On an H200 (60 MiB) 128 MiB of keys were read 268 times from memory; source:
