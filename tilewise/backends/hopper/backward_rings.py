@@ -6,7 +6,7 @@ multiple of W. Sums of a tile are a tuple of accumulators, one a chunk.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
 from tilewise.backends.hopper.forward_place import owner, sequence
 from tilewise.backends.hopper.names import tma_load, tma_store
@@ -37,24 +37,24 @@ def number(slots, n):
 
 
 @gluon.jit
-def meet(ID: gl.constexpr, THREADS: gl.constexpr):
-    """Wait for the other warpgroup, at a barrier of the hardware that nothing else uses."""
-    asm: gl.constexpr = f"bar.sync {ID}, {THREADS}; mov.b32 $0, 0;"
-    gl.inline_asm_elementwise(asm, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+def tiles_of(sizes, VARLEN: gl.constexpr):
+    """How many tiles of keys there are."""
+    batch, heads, group, _, _, _, key_tiles, _ = sizes
+    return (heads // group) * (1 if VARLEN else batch) * key_tiles
 
 
 @gluon.jit
 def key_tile(
-    sizes, tables, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, BN: gl.constexpr
+    t, sizes, tables, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, BN: gl.constexpr
 ):
-    """The program's tile: batch entry, KV head, number, rows and keys of the sequence, and its first row tile."""
+    """Tile t of keys: batch entry, KV head, number, rows and keys of the sequence, and its first row tile."""
     batch, heads, group, n_q, n_k, row_tiles, key_tiles, swizzle = sizes
     cu_q, cu_k, used_q, used_k = tables
     heads_kv = heads // group
     units = heads_kv if VARLEN else batch * heads_kv
     per = key_tiles * swizzle
-    section = gl.program_id(0) // per
-    inner = gl.program_id(0) - section * per
+    section = t // per
+    inner = t - section * per
     width = gl.minimum(units - section * swizzle, swizzle)
     tile, unit = inner // width, section * swizzle + inner % width
     if VARLEN:
@@ -109,33 +109,32 @@ def add_products(sums, a, b_s, b, N: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def any_wrong(sums, N: gl.constexpr):
-    """1 if some element of the chunks is not finite."""
-    bad = gl.to_tensor(0)
-    for c in gl.static_range(N):
-        total = gl.sum(sums[c], 1)
-        bad = gl.maximum(bad, gl.max(((total - total) != 0.0).to(gl.int32), 0))
-    return bad
+def line_sums(sums, N: gl.constexpr):
+    """The sum of each row over the chunks: not finite where an element is not."""
+    total = gl.sum(sums[0], 1)
+    for c in gl.static_range(1, N):
+        total += gl.sum(sums[c], 1)
+    return total
 
 
 @gluon.jit
-def note(marks_ptr, bad, b, g, heads, group, batch):
-    """Leave the heads of a group to the second look."""
-    if bad > 0:
-        gl.store(marks_ptr + batch * heads, 1)
-        for member in range(0, group):
-            gl.store(marks_ptr + b * heads + g * group + member, 1)
+def note(marks_ptr, total, b, h, n, heads, batch):
+    """Leave n heads from h on to the second look if a number of some row is not finite."""
+    wrong = (total - total) != 0.0
+    place = gl.zeros_like(total).to(gl.int32)
+    gl.store(marks_ptr + (batch * heads + place), place + 1, mask=wrong)
+    for member in range(0, n):
+        gl.store(marks_ptr + (b * heads + h + member + place), place + 1, mask=wrong)
 
 
 @gluon.jit
 def store_tiles(desc, sums, factor, stage, first, b, h, row, N: gl.constexpr, W: gl.constexpr):
-    """64 rows of chunks to memory by the copy engine, through chunks `first` .. of shared memory."""
+    """64 rows of chunks to memory by the copy engine, through chunks `first` .. of shared memory; nobody waits."""
     for c in gl.static_range(N):
         stage.index(first + c).reshape([64, W]).store((sums[c] * factor).to(stage.dtype))
     fence_async_shared()
     for c in gl.static_range(N):
         tma_store(desc, [b, h, row, c * W], stage.index(first + c))
-    tma.store_wait(0)
 
 
 @gluon.jit

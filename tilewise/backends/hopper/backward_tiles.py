@@ -10,18 +10,24 @@ if TYPE_CHECKING:
 
 WIDEST_HALVES = 128
 """The head dimension up to which a warpgroup holds dk and dv of its 64 keys in registers."""
-ROLES = 256
-"""The head dimensions beside those, of q and of v, for which kernels were run on the hardware."""
+
+LONG = 4096
+"""Rows from which a third tile of rows in shared memory is worth more than a second tile of keys; masks hide half."""
 
 
 class BackwardPlan(NamedTuple):
     """d, dv: head dimensions of the kernels, filled up with zeros. width: columns of a chunk where tiles are cut.
-    swizzle: KV heads whose tiles run abreast."""
+    swizzle: KV heads whose tiles run abreast. adds: dq is added up in memory, else it has a kernel of its own.
+    rows: of a tile. stages, keys: tiles of rows and of keys in shared memory."""
 
     d: int
     dv: int
     width: int
     swizzle: int
+    adds: bool
+    rows: int
+    stages: int
+    keys: int
 
     @property
     def narrow(self) -> bool:
@@ -30,15 +36,24 @@ class BackwardPlan(NamedTuple):
     @property
     def sums(self) -> tuple[int, int]:
         """Parts of a tile of dq, and the columns of each."""
-        return (2, self.d // 2) if self.narrow else (self.d // self.width, self.width)
+        return (1, self.d) if self.rows == 128 else (2, self.d // 2)
 
     def key_constants(self) -> dict[str, Any]:
         """Constants of `halves` or `roles`."""
         if self.narrow:
-            return {"ST": 2, "WORKER": 240, "LOADER": 24, "D": self.d, "HELD": self.d == 64}
+            return {
+                "ST": self.stages, "KV": self.keys, "WORKER": 240, "LOADER": 24, "BM": self.rows, "D": self.d,
+            }  # fmt: skip
         return {
-            "ST": 2, "WORKER": 216, "ADDER": 64, "LOADER": 24, "NC": self.d // self.width,
-            "NV": self.dv // self.width, "W": self.width,
+            "ST": self.stages, "WORKER": 240, "LOADER": 24, "NC": self.d // self.width, "NV": self.dv // self.width,
+            "W": self.width,
+        }  # fmt: skip
+
+    def row_constants(self) -> dict[str, Any]:
+        """Constants of `rows`: k has two stages, v one where shared memory ends."""
+        return {
+            "NC": self.d // self.width, "NV": self.dv // self.width, "W": self.width, "KST": 2,
+            "VST": 2 if self.d <= 192 else 1, "WORKER": 240, "LOADER": 24,
         }  # fmt: skip
 
 
@@ -49,32 +64,31 @@ def plan_backward(problem: Problem) -> BackwardPlan:
     d, dv = (-(-x // 64) * 64 for x in (s.head_dim, s.head_dim_v))
     if max(d, dv) <= WIDEST_HALVES:
         d = dv = max(d, dv)
-    return BackwardPlan(d, dv, 64, 1 if problem.spec.keep is None else 4)
-
-
-def reason(problem: Problem) -> str:
-    """Why the Triton backend makes the gradients, "" if it does not."""
-    plan, o = plan_backward(problem), problem.options
-    if o.deterministic or o.batch_invariant:
-        return "sums of dq are added in whatever order they come, and bits must repeat"
-    if not plan.narrow and (plan.d, plan.dv) != (ROLES, ROLES):
-        return f"head dimensions ({plan.d}, {plan.dv}) were not run on the hardware yet"
-    return ""
+    narrow, o, spec = max(d, dv) <= WIDEST_HALVES, problem.options, problem.spec
+    adds = narrow and not (o.deterministic or o.batch_invariant)
+    # Narrow heads leave room for the scores of 128 rows, but not for slopes of terms beside them.
+    rows = 128 if adds and d == 64 and spec.score is None else 64
+    # Shared memory holds a third tile of rows, or the next tile of keys, which is wanted sooner where walks are short.
+    walk = s.seqlen_q // (s.batch if o.layout == "varlen" else 1)
+    long = d == dv == 128 and walk >= (LONG if spec.keep is None else 2 * LONG)
+    stages, keys = (3, 1) if long else (2, 2)
+    return BackwardPlan(d, dv, 64, 1 if spec.keep is None else 16, adds, rows, stages, keys)
 
 
 def describe_backward(problem: Problem) -> str:
     """What the backward does, in a line of the plan."""
-    why = reason(problem)
-    if why:
-        return f"backward: by 'triton': {why}"
-    keys = "128 keys" if plan_backward(problem).narrow else "64 keys, a warpgroup for each role"
-    return f"backward: tiles of {keys}, which add to dq in float32 in whatever order they come"
+    plan = plan_backward(problem)
+    keys = "tiles of 128 keys" if plan.narrow else "tiles of 64 keys, a warpgroup for each product's role"
+    if plan.adds:
+        return f"backward: {keys}, which add to dq in float32 in whatever order they come"
+    return f"backward: {keys}; dq by tiles of 128 rows, in a kernel of its own"
 
 
 def workspace_bytes(problem: Problem) -> int:
     """Memory of a backward beside inputs, outputs and gradients."""
     s, plan = problem.shape, plan_backward(problem)
     varlen = problem.options.layout == "varlen"
-    tiles = s.seqlen_q // 64 + s.batch if varlen else -(-s.seqlen_q // 64)
+    rows = plan.rows
+    tiles = s.seqlen_q // rows + s.batch if varlen else -(-s.seqlen_q // rows)
     units = s.num_heads_q * (1 if varlen else s.batch)
-    return units * (s.seqlen_q * 3 * 4 + tiles * 64 * 4 * (2 + plan.d))
+    return units * (s.seqlen_q * 3 * 4 + tiles * rows * 4 * (2 + (plan.d if plan.adds else 0)))

@@ -1,13 +1,15 @@
 """The Hopper backward: from a call and its cotangents to launches.
 
-    prepare (Triton)      m, low and delta of every row; marks heads whose rows need a second look
-    fill_lines            the rows' numbers as tiles; clears the sums of dq
-    halves or roles       dk, dv, and the sums of dq
+    fill_lines            m and delta of every row, also as tiles; clears the sums of dq; marks heads whose rows need a
+                          second look
+    prepare_again         m, low and delta of marked heads once more, exactly; usually for nothing
+    halves                dk, dv, and the sums of dq; head dimensions up to 128
     collect_rows          dq
+    roles, rows           for wider heads: dk and dv; dq. `rows` too where bits must repeat
     second look (Triton)  keys and rows of marked heads once more; the usual call has none, and the host reads nothing
 
-A leaf whose gradient is summed along rows or pairs needs a pass of the Triton backend, which then gives dq, too; other
-leaves have passes of their own there, and of those along columns the whole backward is made there.
+A leaf whose gradient is summed along rows or pairs, and the sink's, need a pass of the Triton backend, which then gives
+dq, too; other leaves have passes of their own there, and of those along columns the whole backward is made there.
 """
 
 from __future__ import annotations
@@ -17,18 +19,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tilewise.backends.hopper.backward_tiles import BackwardPlan, plan_backward, reason
+from tilewise.backends.hopper.backward_tiles import plan_backward
 from tilewise.backends.hopper.compile import GluonLauncher, descriptor_type, shared_layout
 from tilewise.backends.hopper.launch_forward import readable
 from tilewise.backends.hopper.source import module_of
 from tilewise.backends.protocol import Gradients, Needs
+from tilewise.backends.triton.backward_entries import PREPARE
 from tilewise.backends.triton.compile import Build, types_of
 from tilewise.backends.triton.launch import plain_launcher
-from tilewise.backends.triton.launch_backward import SLOPES, Call
+from tilewise.backends.triton.launch_backward import FEW_KEYS, LARGE, SLOPES, Call
 from tilewise.backends.triton.launch_forward import _number
 from tilewise.backends.triton.layout import describe
 from tilewise.backends.triton.leaf_gradients import LeafGradients, sink_gradient
 from tilewise.backends.triton.leaf_sums import Sites, sort_sites
+from tilewise.backends.triton.machine import machine_of
 from tilewise.backends.triton.source import Entry, argument_types
 
 if TYPE_CHECKING:
@@ -36,22 +40,38 @@ if TYPE_CHECKING:
 
     from tilewise.problem import Inputs, Problem
 
-KEYS_TEMPLATE = "tilewise.backends.hopper.backward_kernel"
 _PLACES = ("q_offset_ptr", "k_offset_ptr", "cu_q_ptr", "cu_k_ptr", "used_q_ptr", "used_k_ptr")
 _FLAGS = ("VARLEN", "USED_Q", "USED_K", "Q_OFFSET", "K_OFFSET")
-_KEYS = (
-    "q_desc", "do_desc", "k_desc", "v_desc", "m_desc", "delta_desc", "dk_desc", "dv_desc", "dk_ptr", "dv_ptr", "dq_ptr",
-    "marks_ptr", *_PLACES, "dk_b:i64", "dk_h:i64", "dk_n:i64", "dv_b:i64", "dv_h:i64", "dv_n:i64", "batch",
+_TENSORS = (
+    "q_desc", "do_desc", "k_desc", "v_desc", "m_desc", "delta_desc", "dk_desc", "dv_desc", "dk_ptr", "dv_ptr",
+)  # fmt: skip
+_NUMBERS = (
+    *_PLACES, "dk_b:i64", "dk_h:i64", "dk_n:i64", "dv_b:i64", "dv_h:i64", "dv_n:i64", "batch",
     "heads", "group", "seqlen_q", "seqlen_k", "row_tiles", "key_tiles", "swizzle", "q_offset", "k_offset", "size_d",
     "size_dv", "scale:fp32",
 )  # fmt: skip
 HALVES = Entry(
-    "halves", KEYS_TEMPLATE, "halves_program", _KEYS, (),
-    ("HAS_MASK", "HAS_TERMS", "D", "ST", *_FLAGS, "HELD", "ADD", "WORKER", "LOADER"),
+    "halves", "tilewise.backends.hopper.backward_kernel", "halves_program",
+    (*_TENSORS, "dq_ptr", "marks_ptr", "counter_ptr", *_NUMBERS), (),
+    ("HAS_MASK", "HAS_TERMS", "BM", "D", "ST", "KV", *_FLAGS, "ADD", "WORKER", "LOADER"),
 )  # fmt: skip
 ROLES = Entry(
-    "roles", KEYS_TEMPLATE, "roles_program", _KEYS, (),
-    ("HAS_MASK", "HAS_TERMS", "NC", "NV", "W", "ST", *_FLAGS, "WORKER", "ADDER", "LOADER"),
+    "roles", "tilewise.backends.hopper.backward_roles", "roles_program", (*_TENSORS, "marks_ptr", *_NUMBERS), (),
+    ("HAS_MASK", "HAS_TERMS", "NC", "NV", "W", "ST", *_FLAGS, "WORKER", "LOADER"),
+)  # fmt: skip
+ROWS = Entry(
+    "rows", "tilewise.backends.hopper.backward_row_kernel", "rows_program",
+    (
+        "q_desc", "do_desc", "k_desc", "v_desc", "dq_desc", "dq_ptr", "m_ptr", "delta_ptr", "marks_ptr", *_PLACES,
+        "dq_b:i64", "dq_h:i64", "dq_n:i64", "batch", "heads", "group", "seqlen_q", "seqlen_k", "row_tiles",
+        "line_tiles", "swizzle", "q_offset", "k_offset", "size_d", "scale:fp32",
+    ),
+    (),
+    ("HAS_MASK", "HAS_TERMS", "NC", "NV", "W", "KST", "VST", *_FLAGS, "WORKER", "LOADER"),
+)  # fmt: skip
+AGAIN = Entry(
+    "prepare_again", "tilewise.backends.hopper.backward_line_kernels", "again_program", PREPARE.arguments,
+    PREPARE.functions, tuple(c for c in PREPARE.constants if c != "ALIGNED"),
 )  # fmt: skip
 _lock = threading.Lock()
 _launchers: dict[tuple[object, ...], GluonLauncher] = {}
@@ -67,38 +87,75 @@ class Lines(NamedTuple):
 
 
 def line_tiles(problem: Problem) -> int:
-    """Tiles of 64 rows of one head; packed, as many as any division into sequences needs."""
-    s = problem.shape
-    return s.seqlen_q // 64 + s.batch if problem.options.layout == "varlen" else -(-s.seqlen_q // 64)
+    """Tiles of rows of one head; packed, as many as any division into sequences needs."""
+    s, rows = problem.shape, plan_backward(problem).rows
+    return s.seqlen_q // rows + s.batch if problem.options.layout == "varlen" else -(-s.seqlen_q // rows)
 
 
 class HopperCall(Call):
     """One backward pass: the Triton backend's, and the kernels of this backend."""
 
     ALIGNED = False
-    plan: BackwardPlan
     own_do: Tensor
     """do as the copy engine reads it, in the inputs' type."""
+
+    def __init__(self, *values: Any) -> None:
+        super().__init__(*values)
+        self.plan = plan_backward(self.problem)
+        heads = self.marks.numel()
+        room = self.marks.new_zeros(heads + 1)
+        self.marks, self.counter = room[:heads], room[heads:]
 
     # ---- around the main kernels ---------------------------------------------------------------------------
 
     def fill_lines(self, floats: int) -> Lines:
-        """The rows' numbers as tiles; floats: sums of a tile."""
+        """m, low and delta of every row, and as tiles; floats: sums of a tile."""
         from tilewise.backends.hopper.backward_line_kernels import fill_lines
 
         s, tiles = self.problem.shape, line_tiles(self.problem)
         count = tiles * s.num_heads_q * (1 if self.varlen else s.batch)
-        m, delta, sums = (self._floats(n) for n in (count * 64, count * 64, max(count * floats, 4)))
+        rows = count * self.plan.rows
+        m, delta, sums = (self._floats(n) for n in (rows, rows, max(count * floats, 4)))
+        out = self.out if readable(self.problem, (self.out,)) else self.out.contiguous()
+        strides = [x // 8 for t in (self.own_do, out) for x in keyed_strides(self.problem, t)]
+        exact = not self.problem.options.subset
         values = (
-            self.m, self.delta, m, delta, sums, self.places[3], self.places[5], s.batch, s.num_heads_q, s.seqlen_q,
-            tiles,
+            out, self.own_do, self.lse, self.dlse, *self.rows, m, delta, sums, self.marks, *self.places[3:4],
+            self.places[5], self.places[4], self.places[6], *strides, *self.line_strides(self.lse),
+            *self.line_strides(self.dlse), s.batch, s.num_heads_q, s.seqlen_q, s.seqlen_k, tiles, s.head_dim_v,
+            FEW_KEYS, LARGE[self.problem.dtype],
         )  # fmt: skip
         names = fill_lines.arg_names[: len(values)]
-        build = Build(
-            types_of(names, values, {}), (2, 3, 4), (("VARLEN", self.varlen), ("FLOATS", floats)), 4, 1
+        kinds = {n: "i64" for n in names if n[-2:] in ("_b", "_h", "_n")} | {"limit": "fp32"}
+        constants = (
+            ("VARLEN", self.varlen), ("FLOATS", floats), ("EXACT", exact), ("DV_PAD", self.dv),
+            ("EVEN", self.dv == s.head_dim_v), ("BM", self.plan.rows),
         )  # fmt: skip
+        build = Build(types_of(names, values, kinds), (0, 1, 7, 8, 9), constants, 4, 1)
         plain_launcher(fill_lines, build, self.device)(count, values)
+        if exact:
+            self.prepare()
         return Lines(m, delta, sums, tiles)
+
+    def line_strides(self, t: Tensor | None) -> tuple[int, ...]:
+        """(batch, head, row) strides of numbers of rows."""
+        if t is None:
+            return 0, 0, 0
+        return (0, *t.stride()) if self.varlen else t.stride()
+
+    def launch(
+        self,
+        entry: Entry,
+        tiles: Any,
+        grid: int,
+        values: tuple[object, ...],
+        *registers: int,
+        **constants: object,
+    ) -> None:
+        """As the Triton backend does; but rows are prepared afresh only if some head is marked."""
+        if entry is PREPARE:
+            entry, grid = AGAIN, min(grid, 4 * machine_of(self.device).sms)
+        super().launch(entry, tiles, grid, values, *registers, **constants)
 
     def collect(self, lines: Lines, parts: int, width: int) -> Tensor:
         """dq from its sums."""
@@ -114,7 +171,7 @@ class HopperCall(Call):
         kinds = {"dq_b": "i64", "dq_h": "i64", "dq_n": "i64", "scale": "fp32"}
         build = Build(
             types_of(names, values, kinds), (0, 1),
-            (("VARLEN", self.varlen), ("PARTS", parts), ("WIDTH", width)), 4, 1,
+            (("VARLEN", self.varlen), ("BM", self.plan.rows), ("PARTS", parts), ("WIDTH", width)), 4, 1,
         )  # fmt: skip
         units = s.num_heads_q * (1 if self.varlen else s.batch)
         plain_launcher(collect_rows, build, self.device)(lines.tiles * units, values)
@@ -134,15 +191,34 @@ class HopperCall(Call):
         key_tiles = s.seqlen_k // rows + s.batch if self.varlen else -(-s.seqlen_k // rows)
         units = s.num_heads_kv * (1 if self.varlen else s.batch)
         values = (
-            self.box(x.q, 64, width), self.box(self.own_do, 64, width), self.box(x.k, rows, width),
-            self.box(x.v, 64, width), line_box(lines.m), line_box(lines.delta), self.box(dk, 64, width),
-            self.box(dv, 64, width), dk, dv, lines.sums, self.marks, *self.places[1:],
+            self.box(x.q, plan.rows, width), self.box(self.own_do, plan.rows, width), self.box(x.k, rows, width),
+            self.box(x.v, 64, width), line_box(lines.m, plan.rows), line_box(lines.delta, plan.rows),
+            self.box(dk, 64, width), self.box(dv, 64, width), dk, dv,
+            *((lines.sums, self.marks, self.counter) if narrow else (self.marks,)), *self.places[1:],
             *keyed_strides(self.problem, dk), *keyed_strides(self.problem, dv), *self.sizes, lines.tiles, key_tiles,
             plan.swizzle, _number(x.q_offset), _number(x.k_offset), s.head_dim, s.head_dim_v, x.scale,
         )  # fmt: skip
         constants = self.flags() | plan.key_constants() | {"ADD": add}
-        self.gluon(HALVES if narrow else ROLES, units * key_tiles, values, constants, 168 if narrow else 128)
+        grid = units * key_tiles
+        if narrow:
+            grid = min(grid, machine_of(self.device).sms)
+        self.gluon(HALVES if narrow else ROLES, grid, values, constants, 168)
         return dk, dv
+
+    def row_tiles(self, lines: Lines) -> Tensor:
+        """dq without additions to memory."""
+        s, plan, x = self.problem.shape, self.plan, self.inputs
+        dq = self._gradient(x.q)
+        tiles = s.seqlen_q // 128 + s.batch if self.varlen else -(-s.seqlen_q // 128)
+        units = s.num_heads_q * (1 if self.varlen else s.batch)
+        values = (
+            self.box(x.q, 64, plan.width), self.box(self.own_do, 64, plan.width), self.box(x.k, 64, plan.width),
+            self.box(x.v, 64, plan.width), self.box(dq, 64, plan.width), dq, lines.m, lines.delta, self.marks,
+            *self.places[1:], *keyed_strides(self.problem, dq), *self.sizes, tiles, lines.tiles, plan.swizzle,
+            _number(x.q_offset), _number(x.k_offset), s.head_dim, x.scale,
+        )  # fmt: skip
+        self.gluon(ROWS, units * tiles, values, self.flags() | plan.row_constants(), 168)
+        return dq
 
     def flags(self) -> dict[str, Any]:
         """Constants that follow from the call."""
@@ -206,14 +282,14 @@ def boxed(t: Tensor, shape: list[int], strides: list[int], block: list[int]) -> 
     return Box(descriptor_type(t.dtype, block), TensorDescriptor(t, shape, strides, block, layout))
 
 
-def line_box(t: Tensor) -> Box:
-    """A descriptor of the rows' numbers in tiles of 64."""
+def line_box(t: Tensor, rows: int) -> Box:
+    """A descriptor of the rows' numbers in tiles."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = gl.NVMMASharedLayout(0, 32, 2)
-    found = TensorDescriptor(t, [1, t.numel()], [t.numel(), 1], [1, 64], layout)
-    return Box(f"tensordesc<fp32[1, 64],{layout!r}>", found)
+    found = TensorDescriptor(t, [1, t.numel()], [t.numel(), 1], [1, rows], layout)
+    return Box(f"tensordesc<fp32[1, {rows}],{layout!r}>", found)
 
 
 def keyed_strides(problem: Problem, t: Tensor) -> tuple[int, int, int]:
@@ -233,30 +309,34 @@ def backward(
     grads: tuple[Tensor, Tensor | None],
     needs: Needs,
 ) -> Gradients | None:
-    """All gradients that are asked for; None where the Triton backend is to make them: see `backward_tiles.reason`;
-    and for tensors that the copy engine does not read, and leaves of another type or summed along columns."""
+    """All gradients that are asked for; None where the Triton backend is to make them: for tensors that the copy engine
+    does not read, and leaves of another type, summed along columns, or in no order although bits must repeat."""
     slots = describe(problem.spec, inputs.leaves)
-    if slots is None or reason(problem) or not readable(problem, (inputs.q, inputs.k, inputs.v)):
+    if slots is None or not readable(problem, (inputs.q, inputs.k, inputs.v)):
         return None
     sites = Sites((), (), -1, (), (), ())
     if any(needs.leaves):
         sites = sort_sites(problem, inputs.leaves, tuple(needs.leaves))
     plan = plan_backward(problem)
+    if sites.columns or (problem.options.deterministic and sites.scatters):
+        return None
     wants_sink = needs.sink and inputs.sink is not None
     # The sink's gradient is made from the sums of all slopes of rows, where all keys are there.
     rows = (*sites.rows, SLOPES) if wants_sink and not problem.options.subset else sites.rows
-    add = not rows and sites.pair < 0
-    if sites.columns or not (add or plan.narrow):
-        return None
+    own_rows = not rows and sites.pair < 0
+    add = own_rows and plan.adds
     call = HopperCall(problem, inputs, saved, grads, slots)
-    call.plan, call.own_do = plan, call.do
+    call.own_do = call.do
     if call.do.dtype != problem.dtype or not readable(problem, (call.do,)):
         call.own_do = call.do.to(problem.dtype).contiguous()
-    call.prepare()
     leaves = LeafGradients(call, sites, needs)
-    lines = call.fill_lines(64 * plan.d if add else 0)
+    lines = call.fill_lines(plan.rows * plan.d if add else 0)
     dk, dv = call.keys(lines, add)
-    dq = call.collect(lines, *plan.sums) if add else None
+    dq = None
+    if add:
+        dq = call.collect(lines, *plan.sums)
+    elif own_rows:
+        dq = call.row_tiles(lines)
     dk, dv, _ = call.key_gradients((), (dk, dv))
     dq, sums = call.row_gradients(rows, sites.pair, leaves.pair_target, dq)
     leaves.add_tokens(sites.rows, sums, rows=True)

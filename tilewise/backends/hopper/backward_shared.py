@@ -1,0 +1,159 @@
+"""What the backward's kernels by tiles of keys share that depends on the spec: the producer, and the weights.
+
+One warp produces: it counts and finds the row tiles that are not EMPTY by the mask's interval form, 32 at once, loads q
+and do by the copy engine, and says with each which rows they are. A template of `source`: kernels import from its
+printed form.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from tilewise.backends.hopper.backward_rings import ENTRY, FIELDS, RING, key_tile, load_chunks, number, same
+from tilewise.backends.hopper.forward_place import offset_of
+from tilewise.backends.hopper.names import tma_load
+from tilewise.backends.hopper.plain import classify, derive, keep
+from tilewise.backends.hopper.rings import put
+
+LOG2 = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def codes_of(chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM: gl.constexpr):
+    """A number for each of 32 row tiles of the group's heads: -1 if EMPTY, else its own times 4, plus 2 if PARTIAL."""
+    unit = chunk * 32 + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    member = gl.minimum(unit // n_m, group - 1)
+    i0 = (unit - member * n_m) * BM
+    i1 = gl.minimum(i0 + BM, n_q) - 1
+    h = g * group + member
+    kind = classify(gl.minimum(i0, i1), i1, j0, j1, q_offset, k_offset, b, h, h, g, data)
+    return gl.where((kind > 0) & (unit < units), unit * 4 + (kind == 1).to(gl.int32) * 2, -1)
+
+
+@gluon.jit
+def next_code(u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM: gl.constexpr):
+    """The number of the first row tile after u that is not EMPTY, of which there is one."""
+    chunk = (u + 1) // 32
+    found = units * 4
+    while (found == units * 4) & (chunk * 32 < units):
+        codes = codes_of(chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM)
+        found = gl.min(gl.where(codes > u * 4 + 3, codes, units * 4), 0)
+        chunk += 1
+    return same(found)
+
+
+@gluon.jit
+def produce(
+    t, n0, kv, descs, room, slots, signals, sizes, tables, offsets, data, BM: gl.constexpr, BN: gl.constexpr,
+    NC: gl.constexpr, NV: gl.constexpr, W: gl.constexpr, ST: gl.constexpr, HAS_MASK: gl.constexpr, VARLEN: gl.constexpr,
+    USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr,
+):  # fmt: skip
+    """One warp: loads tile t of keys into place kv, finds its row tiles and loads them, and tells the consumers; n0 row
+    tiles came before. Returns how many have come."""
+    q_desc, do_desc, k_desc, v_desc, m_desc, delta_desc = descs
+    q_s, do_s, k_s, v_s, m_s, delta_s = room
+    about_s, entry_s = slots
+    kv_full, q_full, q_empty, do_full, do_empty = signals
+    b, g, n, row0, n_q, key0, n_k, first = key_tile(t, sizes, tables, VARLEN, USED_Q, USED_K, BN)
+    _, heads, group, _, _, row_tiles, _, _ = sizes
+    q_offset = offset_of(offsets[0], offsets[1], b, n_k - n_q, Q_OFFSET)
+    k_offset = offset_of(offsets[2], offsets[3], b, 0, K_OFFSET)
+    j0 = n * BN
+    j1 = gl.minimum(j0 + BN, n_k) - 1
+    n_m = gl.cdiv(n_q, BM)
+    units = gl.where(j0 < n_k, n_m * group, 0)
+    count = units
+    if HAS_MASK:
+        count = 0
+        for chunk in range(0, gl.cdiv(units, 32)):
+            codes = codes_of(chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM)
+            count += gl.sum((codes >= 0).to(gl.int32), 0)
+    count = same(count)
+    about = (count, b, g, j0, n_k, key0, q_offset, k_offset)
+    for f in gl.static_range(FIELDS):
+        put(about_s, kv * FIELDS + f, about[f])
+    tb = 0 if VARLEN else b
+    full = kv_full.index(kv)
+    mbarrier.expect(full, BN * W * (NC + NV) * 2)
+    load_chunks(k_desc, k_s, full, tb, g, key0 + j0, kv * NC, NC, W)
+    for part in gl.static_range(BN // 64):
+        load_chunks(
+            v_desc, v_s, full, tb, g, key0 + j0 + part * 64, (kv * (BN // 64) + part) * NV, NV, W)  # fmt: skip
+    cut = (j0 + BN > n_k).to(gl.int32) * 2
+    # Without a mask, neighbours begin at different rows: fewer additions to one place at once.
+    turn = 0
+    if not HAS_MASK:
+        turn = (n * (BN // BM)) % gl.maximum(n_m, 1)
+    u = -1
+    for it in range(n0, n0 + count):
+        kind = cut
+        if HAS_MASK:
+            code = next_code(u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM)
+            u = code // 4
+            kind = cut | (code & 2)
+        else:
+            u += 1
+        member = u // n_m
+        m = u - member * n_m + turn
+        m = gl.where(m >= n_m, m - n_m, m)
+        h = g * group + member
+        tile = first + h * row_tiles + m
+        st = it % ST
+        full = q_full.index(st)
+        mbarrier.wait(q_empty.index(st), ((it // ST) & 1) ^ 1)
+        entry = (it % RING) * ENTRY
+        put(entry_s, entry, m * 4 + kind)
+        put(entry_s, entry + 1, tile)
+        put(entry_s, entry + 2, h)
+        mbarrier.expect(full, BM * W * NC * 2 + BM * 4)
+        load_chunks(q_desc, q_s, full, tb, h, row0 + m * BM, st * NC, NC, W)
+        tma_load(m_desc, [0, tile * BM], full, m_s.index(st))
+        full = do_full.index(st)
+        mbarrier.wait(do_empty.index(st), ((it // ST) & 1) ^ 1)
+        mbarrier.expect(full, BM * W * NV * 2 + BM * 4)
+        load_chunks(do_desc, do_s, full, tb, h, row0 + m * BM, st * NV, NV, W)
+        tma_load(delta_desc, [0, tile * BM], full, delta_s.index(st))
+    return n0 + count
+
+
+@gluon.jit
+def about_of(about_s, at):
+    """b, KV head, keys, positions of the first row and key: read when wanted, rather than kept in registers."""
+    return (
+        number(about_s, at + 1), number(about_s, at + 2), number(about_s, at + 4), number(about_s, at + 6),
+        number(about_s, at + 7))  # fmt: skip
+
+
+@gluon.jit
+def weights(
+    s, m, code, h, w: gl.constexpr, about_s, at, scale, data, HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr,
+    CUT: gl.constexpr,
+):  # fmt: skip
+    """(p, slope of the terms) of a transposed tile of raw scores; hidden pairs of a PARTIAL tile have weight 0.
+
+    m: minus the rows' lse, in powers of two; -inf in rows that take no part. w: which 64 of the tile's keys, about
+    which the slots from `at` on tell. CUT: keys beyond the sequence are not zeros that change nothing."""
+    SL: gl.constexpr = s.type.layout
+    BM: gl.constexpr = s.shape[1]
+    slope = s
+    if HAS_TERMS:
+        b, g, n_k, q_offset, k_offset = about_of(about_s, at)
+        i = ((code // 4) * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, SL)))[None, :]
+        j = (number(about_s, at + 3) + w * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SL)))[:, None]
+        found = derive(s * scale, i, j, i + q_offset, j + k_offset, b, h, g, data)
+        p = gl.exp2(gl.fma(found[0], gl.full_like(s, LOG2), m + gl.full_like(s, -0.0)))
+        slope = found[1]
+    else:
+        # Adding -0.0 changes no number, and the compiler drops it.
+        nothing = gl.full_like(s, -0.0)
+        p = gl.exp2(gl.fma(s, nothing + scale * LOG2, m + nothing))
+    if CUT:
+        if (code & 2) != 0:
+            b, g, n_k, q_offset, k_offset = about_of(about_s, at)
+            i = ((code // 4) * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, SL)))[None, :]
+            j = (number(about_s, at + 3) + w * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SL)))[:, None]
+            seen = j < n_k
+            if HAS_MASK:
+                seen = keep(s, i, j, i + q_offset, j + k_offset, b, h, g, data) & seen
+            p = gl.where(seen, p, 0.0)
+    return p, slope
