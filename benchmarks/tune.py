@@ -24,7 +24,7 @@ import tilewise as tw
 from tilewise import api, tuning
 from tilewise.backends.triton import launch_backward
 from tilewise.backends.triton.backward_tiles import choose_backward, table_keys
-from tilewise.backends.triton.launch_backward import slots_of
+from tilewise.backends.triton.launch_forward import slots_of
 from tilewise.backends.triton.machine import machine_of
 from tilewise.backends.triton.tiles import Tiles
 from tilewise.problem import decode_inputs, decode_problem

@@ -114,9 +114,9 @@ class Triton:
     ) -> Gradients:
         """All gradients. Pools of pages, a leaf of a type that kernels do not read, and under `deterministic` one
         whose sums would have no order, send the call to the reference."""
-        from tilewise.backends.triton import launch_backward
+        from tilewise.backends.triton import launch_backward, launch_forward
 
-        slots = launch_backward.slots_of(problem, inputs)
+        slots = launch_forward.slots_of(problem, inputs)
         if (
             slots is None
             or problem.options.pages

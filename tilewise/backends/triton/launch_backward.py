@@ -23,7 +23,7 @@ from tilewise.backends.triton.launch import (
     precision_of,
     tables,
 )
-from tilewise.backends.triton.layout import Slots, describe, fill, powers_of
+from tilewise.backends.triton.layout import Slots, fill
 from tilewise.backends.triton.leaf_gradients import LeafGradients, no_pairs, sink_gradient
 from tilewise.backends.triton.leaf_sums import Sites, sort_sites
 from tilewise.backends.triton.machine import machine_of
@@ -318,14 +318,6 @@ def is_sloped(spec: AttentionSpec) -> bool:
     """Whether the score terms do more than add to the product: d score / d s is not the number 1."""
     slope = derivative_roots(spec)[0][1]
     return spec.score is not None and not (slope.op == "const" and slope.value == 1)
-
-
-def slots_of(problem: Problem, inputs: Inputs) -> Slots | None:
-    """Slots of a call of this pass; None if a leaf cannot be read. Elements per pair are read by ordinary loads: two
-    that follow each other in a thread of the key kernel are two rows'."""
-    s = problem.shape
-    lengths = (s.seqlen_q, s.seqlen_k) if problem.options.layout == "dense" else None
-    return describe(problem.spec, inputs.leaves, lengths, powers_of(problem.spec, inputs.ints))
 
 
 def needs_atomics(problem: Problem, inputs: Inputs, needs: Needs) -> bool:
