@@ -131,6 +131,35 @@ def test_minilm_embeddings_and_gradients():
             return model(**given).last_hidden_state[given["attention_mask"].bool()].square().sum()
 
         hold_gradients(model, loss)
+    hold_compiled(model)
+
+
+def hold_compiled(model):
+    """One graph and at most two more for ten lengths with padding; the same numbers."""
+    from torch._dynamo.testing import CompileCounter
+
+    model.set_attn_implementation("tilewise")
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        for length in (13, 14, 17, 20, 9, 31, 32, 33, 8, 40):
+            mask = torch.ones(2, length, dtype=torch.int64)
+            mask[1, :4] = 0
+            given = {"input_ids": torch.randint(3, 1000, (2, length)), "attention_mask": mask}
+            found = [which(**given)[0][mask.bool()] for which in (compiled, model)]
+            torch.testing.assert_close(*found)
+    assert counter.frame_count <= 3
+
+
+def test_smollm2_compiled_whole(smollm2):
+    """All thirty layers in one graph."""
+    model, _ = smollm2
+    model.config.use_cache = False
+    try:
+        hold_compiled(model)
+    finally:
+        model.config.use_cache = True
 
 
 @pytest.fixture
