@@ -12,13 +12,13 @@ from tilewise.backends.hopper import tiles as choice
 from tilewise.backends.hopper.compile import GluonLauncher, descriptor_type, shared_layout
 from tilewise.backends.hopper.counters import counter
 from tilewise.backends.hopper.launch_ranges import Ranges, make_ranges, wanted
-from tilewise.backends.hopper.print_fold import rising
+from tilewise.backends.hopper.print_fold import rising, with_literals
 from tilewise.backends.hopper.source import module_of
 from tilewise.backends.triton import launch_forward as low
 from tilewise.backends.triton.compile import POINTERS, Build
 from tilewise.backends.triton.launch import four_strides, kernel_launcher
 from tilewise.backends.triton.launch_gaps import clear_gaps
-from tilewise.backends.triton.layout import Slots, describe
+from tilewise.backends.triton.layout import Slots, describe, powers_of
 from tilewise.backends.triton.machine import machine_of
 from tilewise.backends.triton.source import Entry, argument_types
 from tilewise.backends.triton.tiles import Tiles as LowTiles
@@ -207,7 +207,7 @@ def constants_of(
 def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
     """(out, lse); None where tensors are not laid out as the copy engine reads them, or a leaf is of another type."""
     signs = tuple(x > 0 for x in inputs.floats)
-    kind = (*low.kind_of(problem, inputs), config.sm_margin, signs)
+    kind = (*low.kind_of(problem, inputs), config.sm_margin, signs, divisors(problem, inputs))
     if kind in _recipes:
         recipe = _recipes[kind]
     else:
@@ -357,7 +357,7 @@ def make_recipe(problem: Problem, inputs: Inputs) -> Recipe | None:
     for name, t in present.items():
         types[AT[name]] = POINTERS[t.dtype]
     build = Build(tuple(types), (), constants_of(flags, tiles, plan.pair), 4, 1, tiles.limit)
-    run = gluon_launcher(problem, slots, build, device)
+    run = gluon_launcher(with_literals(problem.spec, divisors(problem, inputs)), slots, build, device)
     data = low._data(problem, inputs, slots)
     values: list[object] = [None] * len(FORWARD.arguments) + [None if torch.is_tensor(x) else x for x in data]
     values[AT["o_s"] : AT["scale"] + 1] = [
@@ -407,12 +407,17 @@ def _offset_kind(offset: object) -> str:
     return "tensor" if isinstance(offset, torch.Tensor) else "last" if offset is None else "int"
 
 
-def gluon_launcher(problem: Problem, slots: Slots, build: Build, device: int) -> GluonLauncher:
+def divisors(problem: Problem, inputs: Inputs) -> tuple[tuple[int, int], ...]:
+    """The numbers of the call that divide integers and are powers of two: (slot, value)."""
+    return tuple((n, inputs.ints[n]) for n in powers_of(problem.spec, inputs.ints))
+
+
+def gluon_launcher(spec: AttentionSpec, slots: Slots, build: Build, device: int) -> GluonLauncher:
     """The launcher of the forward kernel of a spec, compiled once per device and build."""
-    key = (problem.spec.text, slots, build, device)
+    key = (spec.text, slots, build, device)
     found = _launchers.get(key)
     if found is None:
-        module = module_of(problem.spec, slots, TEMPLATE, (FORWARD,))
+        module = module_of(spec, slots, TEMPLATE, (FORWARD,))
         found = _launchers.setdefault(key, GluonLauncher(module.forward, build, device))
     return found
 

@@ -11,6 +11,7 @@ reach(i0, i1, ...)                          the first and the last column that l
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tilewise.backends.hopper import algebra
@@ -98,6 +99,29 @@ def plan(spec: AttentionSpec) -> tuple[algebra.Score, algebra.Mask, tuple[Node, 
     score, mask = algebra.score_of(spec.score, spec.keep), algebra.mask_of(spec.keep)
     roots = (score.core, score.rate, score.shift, score.rest, mask.other, *mask.rows)
     return score, mask, row_nodes(*(n for n in roots if n is not None))
+
+
+@functools.lru_cache(maxsize=1024)
+def with_literals(spec: AttentionSpec, divisors: tuple[tuple[int, int], ...]) -> AttentionSpec:
+    """The spec with numbers of the call, (slot, value), as literals where integers are divided by them: of a power of
+    two there is a shift, and what a mask does not look at is not computed. There are few of them, so few kernels."""
+    literals = dict(divisors)
+
+    def written(root: Node | None) -> Node | None:
+        if root is None:
+            return None
+        new: dict[Node, Node] = {}
+        for node in ex.topological(root):
+            args = tuple(new[a] for a in node.args)
+            if node.op in ("floordiv", "mod") and args[1].op == "int_scalar" and args[1].value in literals:
+                args = (args[0], ex.const(literals[int(args[1].value)]))  # type: ignore[arg-type]
+            new[node] = ex.rebuild(node, args) if args else node
+        return new[root]
+
+    if not literals:
+        return spec
+    note = ",".join(f"n{slot}={value}" for slot, value in divisors)
+    return replace(spec, text=f"{spec.text}|{note}", keep=written(spec.keep), score=written(spec.score))
 
 
 def rising(spec: AttentionSpec) -> bool:
