@@ -75,6 +75,11 @@ def test_masks_and_terms(mask, scores):
     _check(MASKS[mask](), SCORES[scores](), 128, torch.bfloat16)
 
 
+def test_a_number_that_divides_may_change():
+    for size in (4, 8, 12, 4):
+        _check(tw.causal() & tw.custom(lambda q, k: (q - k) % size < size // 2), (), 128, torch.bfloat16)  # noqa: B023
+
+
 @pytest.mark.parametrize("d", (64, 256))
 @pytest.mark.parametrize(
     ("mask", "scores"), [("documents", "none"), ("two sides", "alibi"), ("causal", "softcap")]

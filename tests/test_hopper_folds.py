@@ -10,7 +10,7 @@ from hopper_compile import spec_of
 
 import tilewise as tw
 from tilewise.backends.hopper import algebra
-from tilewise.backends.hopper.print_fold import plan, print_limits, print_reach
+from tilewise.backends.hopper.print_fold import plan, print_limits, print_reach, with_literals
 from tilewise.backends.triton.layout import describe
 from tilewise.spec import expression as ex
 from tilewise.spec import words
@@ -208,6 +208,18 @@ def test_a_mask_is_told_apart():
     mask = algebra.mask_of(spec.keep)
     assert len(mask.lines) == 2 and mask.below and mask.other is not None
     assert not algebra.mask_of(spec_of(tw.causal() | tw.prefix(3))[0].keep).lines
+
+
+def test_divisors_become_literals():
+    size = 8
+    spec, leaves = spec_of(tw.custom(lambda q, k: (q - k) % size < size // 2))
+    written = with_literals(spec, ((0, size),))
+    variables = tile()
+    want = value(spec.keep, variables, leaves, [size], ())
+    assert torch.equal(value(written.keep, variables, leaves, [size], ()), want)
+    assert written.text != spec.text and written.text != with_literals(spec, ((0, 4),)).text
+    assert "mod %0 8" in ex.to_text(written.keep)
+    assert with_literals(spec, ()) is spec
 
 
 def test_bounds_that_leave_int32_cut_nothing():
