@@ -60,33 +60,20 @@ found["plan"] = tw.explain(torch.randn(1, 2, 2, 16), torch.randn(1, 1, 1024, 16)
 out, lse = attend_pages(q, k, v, backend="triton", **call)
 truth, lse_truth = attend_pages(q, k, v, backend="blockwise", **call)
 found["splits"] = max(float((out - truth).abs().max()), float((lse - lse_truth).abs().max()))
+from tilewise.backends.triton import decode_plan, launch_decode
+decode_plan.OVERLAP = 100  # as on devices whose launches do not overlap
+decode_plan.plan_of.cache_clear()
+launch_decode._recipes.clear()
+out, lse = attend_pages(q, k, v, backend="triton", **call)
+found["here"] = max(float((out - truth).abs().max()), float((lse - lse_truth).abs().max()))
+found["merges"] = [recipe.plan.merge for recipe in launch_decode._recipes.values()]
+decode_plan.OVERLAP = 90
+decode_plan.plan_of.cache_clear()
+launch_decode._recipes.clear()
 invariant = attend_pages(q, k, v, backend="triton", batch_invariant=True, **call)[0]
 both = {**call, "block_table": table.expand(2, 64), "seqused_k": torch.tensor([600, 3], dtype=torch.int32)}
 pair = attend_pages(q.expand(2, 2, 2, 16), k, v, backend="triton", batch_invariant=True, **both)[0]
 found["invariant"] = bool((pair[0] == invariant[0]).all())
-
-# Shares: without a mask programs share the keys of all units evenly; units are whole, cut once, and cut often, and one
-# sequence has no keys. What is not used holds NaN.
-def shared(size, padded, rows):
-    lengths, most = [300, 0, 1, 500], 512 - 512 % size
-    k, v = (torch.full((4 * most // size + 3, 2, size, 16), float("nan")) for _ in "kv")
-    table = torch.randperm(k.shape[0])[: 4 * most // size].reshape(4, -1).int()
-    for b, length in enumerate(lengths):
-        for n in range(length):
-            k[table[b, n // size], :, n % size] = torch.randn(2, 16)
-            v[table[b, n // size], :, n % size] = torch.randn(2, 16)
-    call = dict(seqused_k=torch.tensor(lengths).int(), sink=torch.randn(4), block_table=table)
-    if padded:
-        call |= dict(leftpad_k=torch.tensor([70, 0, 0, 9]).int(), seqused_q=torch.tensor([rows, 1, 0, rows]).int())
-    q = torch.randn(4, 4, rows, 16)
-    (out, lse), (truth, lse_truth) = (attend_pages(q, k, v, backend=b, **call) for b in ("triton", "blockwise"))
-    seen = lse_truth > -torch.inf
-    return max(float((out - truth).abs().max()), float((lse - lse_truth)[seen].abs().max()),
-               float((seen != (lse > -torch.inf)).sum()))
-from tilewise.backends.triton import decode_plan, launch_decode
-decode_plan.STREAMS, made = True, len(launch_decode._recipes)
-found["shared"] = [shared(16, False, 1), shared(512, True, 2), shared(12, True, 1)]
-found["programs"] = [recipe.plan.programs for recipe in list(launch_decode._recipes.values())[made:]]
 
 # Joining: two parts of the same queries, as `merge` does; packed, with a sink, and where a part has seen nothing.
 def joined(shape, sink):
@@ -146,12 +133,11 @@ def test_interpreter_agrees_with_float64_within_the_budgets(name, interpreted):
 
 
 def test_splits_of_the_keys_are_merged_by_the_last_of_them(interpreted):
-    assert interpreted["plan"] > 1 and interpreted["splits"] < 1e-5
+    assert interpreted["plan"] > 1 and interpreted["here"] < 1e-5 and interpreted["merges"] == ["here"]
 
 
-def test_programs_share_the_keys_of_all_sequences(interpreted):
-    assert max(interpreted["shared"]) < 1e-5
-    assert interpreted["programs"] == [8] * 3
+def test_splits_of_the_keys_are_merged_by_a_launch_of_its_own(interpreted):
+    assert interpreted["splits"] < 1e-5
 
 
 def test_two_parts_are_joined_as_the_monoid_says(interpreted):
@@ -247,6 +233,11 @@ def _captured(monkeypatch) -> list[tuple[int, int, bytes]]:
         config = ctypes.cast(config_at, ctypes.POINTER(direct._Config)).contents
         extra = ctypes.cast(extra_at, ctypes.POINTER(ctypes.c_void_p * 5)).contents
         size = ctypes.cast(extra[3], ctypes.POINTER(ctypes.c_size_t)).contents.value
+        attribute = ctypes.cast(config.attributes, ctypes.POINTER(direct._Attribute)).contents
+        assert config.count == 1 and (attribute.id, attribute.value[0]) == (
+            6,
+            1,
+        )  # it begins while the last one ends
         seen.append((config.grid, config.grid_y, ctypes.string_at(extra[1], size)))
         return 0
 
@@ -299,8 +290,11 @@ def test_a_prepared_call_hands_the_kernel_what_the_long_way_does(monkeypatch):
     for _ in range(3):  # the second call takes the first one's argument block
         inputs = drawn()
         out, lse = prepared(inputs.q, inputs.k, inputs.v, [inputs.seqused_k, inputs.block_table], True)
-        grid, grid_y, block = seen.pop()
+        # The splits, and behind them what merges them, which begins while they end and reads the same arguments.
+        (grid, grid_y, block), (lines, one, same) = seen
+        seen.clear()
         assert (grid, grid_y) == (recipe.units, recipe.plan.splits) and recipe.plan.splits > 1
+        assert (lines, one) == (recipe.units * recipe.plan.rows, 1) and same == block
         values = launch_decode._own_values(recipe, inputs, out, lse)
         names = [a.partition(":")[0] for a in launch_decode.DECODE.arguments]
         formats, at, found = {"i32": "<i", "i64": "<q", "fp32": "<f"}, 0, {}
@@ -314,5 +308,5 @@ def test_a_prepared_call_hands_the_kernel_what_the_long_way_does(monkeypatch):
             own = name in ("part_ptr", "part_lse_ptr", "count_ptr")
             wanted = value.data_ptr() if isinstance(value, torch.Tensor) else value
             assert own or found[name] == wanted, name
-        room = 4 * recipe.units * recipe.plan.rows * recipe.plan.splits * 64
+        room = 4 * recipe.plan.parts(recipe.units) * recipe.plan.rows * 64
         assert found["part_lse_ptr"] - found["part_ptr"] == room and found["count_ptr"]

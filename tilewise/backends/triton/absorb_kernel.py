@@ -35,6 +35,18 @@ def scales_of(ptr, page, page_stride, g, head_stride, MODE: tl.constexpr):
 
 
 @triton.jit
+def narrowed(q):
+    """(q in float16, powers of two by which its rows were divided): what is stored in float8 becomes float16 by one
+    instruction, and bfloat16 by four. Division by a row's own power of two keeps every digit of bfloat16."""
+    wide = q.to(tl.float32)
+    top = tl.max(tl.abs(wide), 1)
+    bits = top.to(tl.int32, bitcast=True) & 0x7F800000
+    # 0, subnormal, infinite and NaN rows stay as they are.
+    power = tl.where((bits == 0) | (bits == 0x7F800000), 0x3F800000, bits).to(tl.float32, bitcast=True)
+    return (wide / power[:, None]).to(tl.float16), power
+
+
+@triton.jit
 def absorb_keys(
     acc, m, l, q, first, last, inner, outer, tensors, pool, scaling, rows, data, score, keep, classify,  # noqa: E741
     FOLDED: tl.constexpr, CAREFUL: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr,
@@ -46,11 +58,14 @@ def absorb_keys(
     "outer", all but inner .. outer - 1."""
     k_base, v_base, k_p, k_n, v_p, v_n, size_d, size_dv, n_k, pad = tensors
     i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g = rows
-    scale, k_scale_ptr, v_scale_ptr, ks_p, ks_h, vs_p, vs_h = scaling
+    scale, k_scale_ptr, v_scale_ptr, ks_p, ks_h, vs_p, vs_h, power, q_ptr = scaling
     d = tl.arange(0, D_PAD)
     dv = tl.arange(0, DV_PAD)
     n = tl.arange(0, BLOCK_N)
     VECTOR: tl.constexpr = PAGING == "shift" or PAGING == "divide"
+    # Weights times the scales of pages may be too small for float16.
+    NARROWED: tl.constexpr = q_ptr.dtype.element_ty != q.dtype
+    WIDE: tl.constexpr = tl.bfloat16 if NARROWED and SCALES == "page" else q.dtype
     numbers = page_numbers(first * BLOCK_N, first * BLOCK_N + n, n_k, pool, PAGING)
     for t in tl.range(first, last, num_stages=1 if CAREFUL else None):
         columns = t * BLOCK_N + n
@@ -67,6 +82,8 @@ def absorb_keys(
         if not FUSED:
             stored = scales_of(k_scale_ptr, page, ks_p, g, ks_h, SCALES)
             s = s * (stored * scale)[None, :] if SCALES == "page" and VECTOR else s * (stored * scale)
+        if NARROWED:
+            s = s * power[:, None]
         if HAS_TERMS:
             s = score(s, i, j, q_pos, k_pos, b, h, g, data)
         visible = inside[None, :]
@@ -97,7 +114,7 @@ def absorb_keys(
         if SCALES == "page":
             stored = scales_of(v_scale_ptr, page, vs_p, g, vs_h, SCALES)
             p = p * stored[None, :] if VECTOR else p * stored
-        acc = weigh(p, v.to(q.dtype), acc, visible, CAREFUL, PRECISION)
+        acc = weigh(p, v.to(WIDE), acc, visible, CAREFUL, PRECISION)
         m = m_new
     return acc, m, l
 
@@ -113,12 +130,15 @@ def absorb_by_warps(
     """`absorb_keys` with a state for each warp: products are batches over the warps, (WARPS, BLOCK_M, keys of one)."""
     k_base, v_base, k_p, k_n, v_p, v_n, size_d, size_dv, n_k, pad = tensors
     i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g = rows
-    scale, k_scale_ptr, v_scale_ptr, ks_p, ks_h, vs_p, vs_h = scaling
+    scale, k_scale_ptr, v_scale_ptr, ks_p, ks_h, vs_p, vs_h, power, q_ptr = scaling
     EACH: tl.constexpr = BLOCK_N // WARPS
     d = tl.arange(0, D_PAD)
     dv = tl.arange(0, DV_PAD)
     n = tl.arange(0, WARPS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     VECTOR: tl.constexpr = PAGING == "shift" or PAGING == "divide"
+    # Weights times the scales of pages may be too small for float16.
+    NARROWED: tl.constexpr = q_ptr.dtype.element_ty != q.dtype
+    WIDE: tl.constexpr = tl.bfloat16 if NARROWED and SCALES == "page" else q.dtype
     numbers = page_numbers(first * BLOCK_N, first * BLOCK_N + n, n_k, pool, PAGING)
     for t in tl.range(first, last, num_stages=1 if CAREFUL else None):
         columns = t * BLOCK_N + n
@@ -140,6 +160,8 @@ def absorb_by_warps(
         if not FUSED:
             stored = scales_of(k_scale_ptr, page, ks_p, g, ks_h, SCALES)
             s = s * (stored * scale)[:, None, :] if SCALES == "page" and VECTOR else s * (stored * scale)
+        if NARROWED:
+            s = s * power[None, :, None]
         if HAS_TERMS:
             s = score(s, i, j, q_pos, k_pos, b, h, g, data)
         visible = inside[:, None, :]
@@ -175,7 +197,7 @@ def absorb_by_warps(
         if SCALES == "page":
             stored = scales_of(v_scale_ptr, page, vs_p, g, vs_h, SCALES)
             p = p * stored[:, None, :] if VECTOR else p * stored
-        acc = weigh(p, v.to(q.dtype), acc, visible, CAREFUL, PRECISION)
+        acc = weigh(p, v.to(WIDE), acc, visible, CAREFUL, PRECISION)
         m = m_new
     return acc, m, l
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tilewise.backends.triton.absorb_kernel import absorb, join_warps, nothing_seen
+from tilewise.backends.triton.absorb_kernel import absorb, join_warps, narrowed, nothing_seen
 from tilewise.backends.triton.forward_kernel import (
     CARE_N,
     CHUNK,
@@ -133,6 +133,9 @@ def decode_part(
     q_columns = d if UNIT else d.to(tl.int64) * q_d * STEP_Q
     q_inside = (row < n_q)[:, None] & (d // STEP_Q < size_d // STEP_Q)[None, :]
     q = tl.load(q_ptr + q_rows[:, None] * STEP_Q + q_columns[None, :], mask=q_inside, other=0.0)
+    power = scale
+    if k_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
+        q, power = narrowed(q)
     if WARPS > 1:
         q = tl.broadcast_to(q[None, :, :], (WARPS, BLOCK_M, D_PAD))
 
@@ -141,7 +144,7 @@ def decode_part(
     REDO_N: tl.constexpr = BLOCK_N if WARPS > 1 else CARE_N
     acc, m, l = nothing_seen(BLOCK_M, DV_PAD, WARPS)  # noqa: E741
     tensors = (k_base, v_base, k_p, k_n, v_p, v_n, size_d, size_dv, n_k, pad)
-    scaling = (scale, k_scale_ptr, v_scale_ptr, ks_p, ks_h, vs_p, vs_h)
+    scaling = (scale, k_scale_ptr, v_scale_ptr, ks_p, ks_h, vs_p, vs_h, power, q_ptr)
     rows = (i, i + q_offset, i0, i1, q_offset, k_offset, b, h, h0, h1, g)
     if CARE == "again":
         first, last = begin * BLOCK_N // REDO_N, tl.cdiv(tl.minimum(end * BLOCK_N, n_k), REDO_N)
@@ -214,7 +217,7 @@ def decode_part(
     results = (
         out_ptr, lse_ptr, sink_ptr, o_b, o_h, o_n, o_d, l_b, l_h, sequence, row0, n_q, seqlen_q, size_dv,
     )  # fmt: skip
-    if live == 1:
+    if MERGE == "none" or live == 1:
         write_rows(acc, m, l, row, h_rows, results, VARLEN, DV_PAD, STEP_Q, UNIT)
     else:
         own = part * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -231,29 +234,29 @@ def decode_part(
                 tl.store(count_ptr + unit, 0)
                 lines = tl.arange(0, ROWS)
                 whole, whole_m, whole_l = merge_parts(
-                    part_ptr, part_lse_ptr, unit, units, 0, live, lines, ROWS, ROWS, DV_PAD, MERGED
+                    part_ptr, part_lse_ptr, unit, units, live, lines, ROWS, ROWS, DV_PAD, MERGED
                 )
                 lines = tile * BLOCK_M + lines
                 write_rows(
-                    whole, whole_m, whole_l, lines // group, g * group + lines % group, results, VARLEN, DV_PAD,
-                    STEP_Q, UNIT,
+                    whole, whole_m, whole_l, lines // group, g * group + lines % group, results, VARLEN,
+                    DV_PAD, STEP_Q, UNIT,
                 )  # fmt: skip
 
 
 @triton.jit
-def merge_parts(part_ptr, part_lse_ptr, first, step, extra, live, r, ROWS: tl.constexpr, COUNT: tl.constexpr,
+def merge_parts(part_ptr, part_lse_ptr, first, step, live, r, ROWS: tl.constexpr, COUNT: tl.constexpr,
                 DV_PAD: tl.constexpr, MERGED: tl.constexpr):  # fmt: skip
     """(acc, m, l) of COUNT rows r from `live` results, in their order, MERGED of them loaded and added at once.
 
-    Result n stands in block first + n * step (the oldest one: + extra) of ROWS lines.
+    Result n stands in block first + n * step of ROWS lines.
     """
     n = tl.arange(0, MERGED)
     # The first loads of everything are under way together.
-    parts, parts_m, parts_l = load_parts(part_ptr, part_lse_ptr, first, step, extra, live, n, r, ROWS, DV_PAD)
+    parts, parts_m, parts_l = load_parts(part_ptr, part_lse_ptr, first, step, live, n, r, ROWS, DV_PAD)
     top = tl.full([COUNT], -float("inf"), tl.float32)
     for start in range(0, live, LINES):
         found = start + tl.arange(0, LINES)
-        line = line_of(found, first, step, extra, ROWS)[:, None] + r[None, :]
+        line = line_of(found, first, step, ROWS)[:, None] + r[None, :]
         part_m = tl.load(
             part_lse_ptr + 2 * line, mask=(found < live)[:, None] & (r >= 0)[None, :], other=-float("inf"),
             cache_modifier=".cg",
@@ -267,23 +270,21 @@ def merge_parts(part_ptr, part_lse_ptr, first, step, extra, live, r, ROWS: tl.co
         l += tl.sum(parts_l * weight, 0)  # noqa: E741
         acc += tl.sum(parts * weight[:, :, None], 0)
         parts, parts_m, parts_l = load_parts(
-            part_ptr, part_lse_ptr, first, step, extra, live, start + MERGED + n, r, ROWS, DV_PAD
+            part_ptr, part_lse_ptr, first, step, live, start + MERGED + n, r, ROWS, DV_PAD
         )
     return acc, top, l
 
 
 @triton.jit
-def line_of(n, first, step, extra, ROWS: tl.constexpr):
+def line_of(n, first, step, ROWS: tl.constexpr):
     """Where the lines of result n begin."""
-    return (first + n.to(tl.int64) * step + tl.where(n == 0, extra, 0)) * ROWS
+    return (first + n.to(tl.int64) * step) * ROWS
 
 
 @triton.jit
-def load_parts(
-    part_ptr, part_lse_ptr, first, step, extra, live, n, r, ROWS: tl.constexpr, DV_PAD: tl.constexpr
-):
+def load_parts(part_ptr, part_lse_ptr, first, step, live, n, r, ROWS: tl.constexpr, DV_PAD: tl.constexpr):
     """(outputs, m, l) of results n, (N, rows, DV) and (N, rows); from `live` on nothing is read."""
-    line = line_of(n, first, step, extra, ROWS)[:, None] + r[None, :]
+    line = line_of(n, first, step, ROWS)[:, None] + r[None, :]
     there = (n < live)[:, None] & (r >= 0)[None, :]
     m = tl.load(part_lse_ptr + 2 * line, mask=there, other=-float("inf"), cache_modifier=".cg")
     l = tl.load(part_lse_ptr + 2 * line + 1, mask=there, other=0.0, cache_modifier=".cg")  # noqa: E741
@@ -331,8 +332,8 @@ def decode_program(
     PAGING: tl.constexpr, SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
     STEP_Q: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EVICT: tl.constexpr, MERGE: tl.constexpr,
-    MERGED: tl.constexpr, WARPS: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr, CARE: tl.constexpr,
-    RATIO: tl.constexpr,
+    MERGED: tl.constexpr, WARPS: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr,
+    CARE: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
     """One program of the decode launch: see the header. Strides are in units of STEP (k, v) and STEP_Q elements."""
     await_grid(PDL)
@@ -351,8 +352,8 @@ def decode_program(
             ks_h, vs_p, vs_h, batch, units, heads, group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles, pages,
             page_size, page_shift, q_offset, k_offset, size_d, size_dv, scale, data, score, keep, classify,
             classify_coarse, HAS_MASK, HAS_TERMS, FUSED, LAST, VARLEN, PAGING, SCALES, BLOCK_M, BLOCK_N, ROWS, D_PAD,
-            DV_PAD, EVEN, EVEN_V, STEP, STEP_Q, UNIT, PRECISION, EVICT, MERGE, MERGED, WARPS, SINGLE, CARE,
-            RATIO,
+            DV_PAD, EVEN, EVEN_V, STEP, STEP_Q, UNIT, PRECISION, EVICT, MERGE, MERGED, WARPS, SINGLE,
+            CARE, RATIO,
         )  # fmt: skip
     elif CARE == "flag":
         tl.store(flag_ptr + split * units + unit, 0)
@@ -370,8 +371,8 @@ def again_program(
     PAGING: tl.constexpr, SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
     STEP_Q: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EVICT: tl.constexpr, MERGE: tl.constexpr,
-    MERGED: tl.constexpr, WARPS: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr, CARE: tl.constexpr,
-    RATIO: tl.constexpr,
+    MERGED: tl.constexpr, WARPS: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr,
+    CARE: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
     """One program of the launch after it: does the noted tiles among every NOTES again, in RATIO parts."""
     total = units * splits
@@ -390,9 +391,9 @@ def again_program(
                 q_offset_ptr, k_offset_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr, table_ptr, k_scale_ptr,
                 v_scale_ptr, q_b, q_h, q_n, q_d, k_p, k_h, k_n, v_p, v_h, v_n, o_b, o_h, o_n, o_d, l_b, l_h, table_b,
                 ks_p, ks_h, vs_p, vs_h, batch, units, heads, group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles,
-                pages, page_size, page_shift, q_offset, k_offset, size_d, size_dv, scale, data, score, keep, classify,
-                classify_coarse, HAS_MASK, HAS_TERMS, FUSED, LAST, VARLEN, PAGING, SCALES, BLOCK_M, BLOCK_N, ROWS,
-                D_PAD, DV_PAD, EVEN, EVEN_V, STEP, STEP_Q, UNIT, PRECISION, EVICT, MERGE, MERGED, WARPS,
+                pages, page_size, page_shift, q_offset, k_offset, size_d, size_dv, scale, data, score, keep,
+                classify, classify_coarse, HAS_MASK, HAS_TERMS, FUSED, LAST, VARLEN, PAGING, SCALES, BLOCK_M, BLOCK_N,
+                ROWS, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, STEP_Q, UNIT, PRECISION, EVICT, MERGE, MERGED, WARPS,
                 SINGLE, CARE, RATIO,
             )  # fmt: skip
         at = tl.min(tl.where(noted & (n > at), n, total), 0)
@@ -400,13 +401,17 @@ def again_program(
 
 @triton.jit
 def merge_program(
-    out_ptr, lse_ptr, part_ptr, part_lse_ptr, sink_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr,
-    o_b, o_h, o_n, o_d, l_b, l_h,
-    batch, units, heads, group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles, size_dv,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, count_ptr, flag_ptr, sink_ptr, q_offset_ptr,
+    k_offset_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+    q_b, q_h, q_n, q_d, k_p, k_h, k_n, v_p, v_h, v_n, o_b, o_h, o_n, o_d, l_b, l_h, table_b, ks_p, ks_h, vs_p, vs_h,
+    batch, units, heads, group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles, pages, page_size, page_shift,
+    q_offset, k_offset, size_d, size_dv, scale,
+    data,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, DV_PAD: tl.constexpr, STEP_Q: tl.constexpr,
     UNIT: tl.constexpr, VARLEN: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """Merges one row of a unit (MERGE "later"); where one split was all, it has written the result itself."""
+    """Merges one row of a unit (MERGE "later"), with the arguments of the launch before it; where one split was all,
+    that has written the result itself."""
     await_grid(PDL)
     unit, r = tl.program_id(0) // ROWS, tl.program_id(0) % ROWS
     b, g, tile, row0, n_q = place_of_unit(
@@ -416,7 +421,7 @@ def merge_program(
     at = tile * BLOCK_M + r + tl.arange(0, 1)
     if live > 1:
         acc, m, l = merge_parts(  # noqa: E741
-            part_ptr, part_lse_ptr, unit, units, 0, live, r + tl.arange(0, 1), ROWS, 1, DV_PAD, MERGED)  # fmt: skip
+            part_ptr, part_lse_ptr, unit, units, live, r + tl.arange(0, 1), ROWS, 1, DV_PAD, MERGED)  # fmt: skip
         sequence = 0 if VARLEN else b
         results = (
             out_ptr, lse_ptr, sink_ptr, o_b, o_h, o_n, o_d, l_b, l_h, sequence, row0, n_q, seqlen_q, size_dv,

@@ -32,9 +32,13 @@ LONG_KEYS = 1024
 """Keys from which a program hides its beginning and its end."""
 INVARIANT_KEYS = 1024
 """Keys of a split under batch_invariant, counted in each sequence from its own first key."""
-MERGED_ELEMENTS = 4096
+OVERLAP = 90
+"""Compute capability from which a launch begins while the one before it ends: there a launch of its own merges."""
+MERGED_LATER = 32
+"""Splits that a program of that launch loads at once."""
+MERGED_ELEMENTS = 1024
 """Numbers of the splits' results that a warp loads at once."""
-MOST_MERGED = 32
+MOST_MERGED = 8
 MOST_MERGED_ROWS = 64
 MOST_GROUP = 128
 """Query heads for each KV head of a packed call: a tile of rows holds at least one query row of all of them."""
@@ -42,15 +46,10 @@ CARE_M = 32
 """`launch_forward.CARE_M`: the tallest tile that is done again inside its own kernel."""
 
 
-STREAMS = False
-"""Whether calls without masks and terms take the stream kernel."""
-
-
 class DecodePlan(NamedTuple):
     """block_m x block_n tiles; splits of the keys, of split_tiles tiles each (0: evenly); rows: query rows times
     heads in a tile, as a power of two; row_tiles: tiles of a KV head; merged: splits loaded at once when they are
-    merged; each: states of a tile, one for each warp, or 1; care, merge and evict: constants of the kernel;
-    programs: of the stream kernel, which share all keys evenly, split_tiles tiles at least (0: the decode kernel)."""
+    merged; each: states of a tile, one for each warp, or 1; care, merge and evict: constants of the kernel."""
 
     block_m: int
     block_n: int
@@ -65,16 +64,9 @@ class DecodePlan(NamedTuple):
     care: str = "none"
     merge: str = "here"
     evict: str = "evict_first"
-    programs: int = 0
-
-    def grid(self, units: int) -> tuple[int, int]:
-        """Programs of the launch, of `units` row tiles of KV heads."""
-        return (self.programs, 1) if self.programs else (units, self.splits)
 
     def parts(self, units: int) -> int:
         """Results that are merged, at most, of `rows` lines each; 0 where every program has a whole one."""
-        if self.programs:
-            return 2 * self.programs
         return units * self.splits if self.splits > 1 else 0
 
 
@@ -141,7 +133,10 @@ def units_of(problem: Problem, plan: DecodePlan) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def plan_of(
-    problem: Problem, machine: Machine, vectors: bool = True, masked: bool | None = None
+    problem: Problem,
+    machine: Machine,
+    vectors: bool = True,
+    masked: bool | None = None,
 ) -> DecodePlan:
     """The plan of a call on a cache, or a decode call; vectors: whether rows of k and v can be read by 16 bytes;
     masked: whether the mask may hide something (None: by its spec, without offsets)."""
@@ -159,35 +154,18 @@ def plan_of(
     splits, split_tiles = splits_of(problem, block_n, units, resident * machine.sms)
     hides = masked or problem.spec.score is not None
     care = "none" if not hides else "inline" if block_m <= CARE_M else "flag"
-    merge = "later" if care == "flag" or rows > MOST_MERGED_ROWS else "here"
-    # The sum of several results depends on how many are added at once: invariant calls add as many for any rows.
-    tallest = MOST_MERGED_ROWS if problem.options.batch_invariant else rows
+    overlap = machine.kind == "cuda" and machine.arch >= OVERLAP
+    merge = "later" if care == "flag" or rows > MOST_MERGED_ROWS or overlap else "here"
+    # The sum of results depends on how many are added at once: invariant calls add as many for any rows.
+    tallest = MOST_MERGED_ROWS if problem.options.batch_invariant and not overlap else rows
     merged = max(1, min(MOST_MERGED, MERGED_ELEMENTS * warps // (tallest * padded(s.head_dim_v))))
+    if overlap or (merge == "later" and not problem.options.batch_invariant):
+        merged = MERGED_LATER
     plan = DecodePlan(
-        block_m, block_n, warps, stages, splits, split_tiles, rows, row_tiles, merged, each, care, merge
-    )
-    return _streamed(plan, problem, units, machine) if not hides and _streams(problem, plan) else plan
-
-
-def _streams(problem: Problem, plan: DecodePlan) -> bool:
-    """Whether all keys are shared evenly by programs that go through them without a pause: calls of one tile of rows
-    without masks and terms."""
-    options = problem.options
-    plain = options.layout == "dense" and not options.batch_invariant
-    return STREAMS and plain and plan.row_tiles == 1 and plan.block_m <= CARE_M
-
-
-def _streamed(plan: DecodePlan, problem: Problem, units: int, machine: Machine) -> DecodePlan:
-    """The plan for the stream kernel."""
-    resident = 2
-    stages = 3 if plan.stages > 3 and problem.kv_dtype.itemsize > 1 else plan.stages
-    programs, least = resident * machine.sms, max(FEWEST_KEYS // plan.block_n, 1)
-    most = units * -(-problem.shape.seqlen_k // plan.block_n)
-    programs = max(1, min(programs, -(-most // least)))
-    splits = -(-programs // units)
-    return plan._replace(
-        stages=stages, splits=splits, split_tiles=least, each=1, merge="here", programs=programs
-    )
+        block_m, block_n, warps, stages, splits, split_tiles, rows, row_tiles, merged, each, care,
+        merge if splits > 1 else "none",
+    )  # fmt: skip
+    return plan
 
 
 def _block_m(problem: Problem, machine: Machine, vectors: bool) -> int:

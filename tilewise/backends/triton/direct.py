@@ -112,7 +112,8 @@ class Direct:
         compiled = launcher.compiled
         self.device, self.function = launcher.device, ctypes.c_void_p(compiled.function)
         metadata = compiled.metadata
-        self.shape = (32 * metadata.num_warps, metadata.shared, bool(getattr(metadata, "launch_pdl", False)))
+        early = bool(getattr(metadata, "launch_pdl", False))
+        self.shape = (32 * metadata.num_warps, metadata.shared, early)
         self.launch = _driver()
         first = self if after is None else after
         self.launches = [] if after is None else after.launches
@@ -155,7 +156,10 @@ def _config(threads: int, shared: int, early: bool) -> _Config:
 
 def _parameters(compiled: Any) -> list[int]:
     """Sizes in bytes of a kernel's parameters, from its PTX."""
-    found = _ENTRY.search(compiled.asm["ptx"])
+    try:
+        found = _ENTRY.search(compiled.asm["ptx"])
+    except KeyError:  # a cache that keeps binaries alone
+        found = None
     if found is None:
-        raise ValueError("no entry in the kernel's PTX")
+        raise ValueError("no PTX, or no entry in it")
     return [int(bits) // 8 for bits in _PARAMETER.findall(found[1])]

@@ -14,7 +14,6 @@ from tilewise.backends.triton.launch import (
     four_strides,
     kernel_launcher,
     per_batch,
-    plain_launcher,
     precision_of,
     tables,
 )
@@ -52,20 +51,12 @@ DECODE = Entry(
         "WARPS", "SINGLE", "PDL", "CARE", "RATIO",
     ),
 )  # fmt: skip
-STREAM = DECODE._replace(
-    name="stream", module="tilewise.backends.triton.stream_kernel", program="stream_program"
-)
 AGAIN = DECODE._replace(name="again", program="again_program")
 AT = {argument.partition(":")[0]: n for n, argument in enumerate(DECODE.arguments)}
-MERGE = (
-    "out_ptr", "lse_ptr", "part_ptr", "part_lse_ptr", "sink_ptr", "cu_q_ptr", "used_q_ptr", "used_k_ptr",
-    "leftpad_ptr", "o_b", "o_h", "o_n", "o_d", "l_b", "l_h", "batch", "units", "heads", "group", "seqlen_q", "seqlen_k",
-    "row_tiles", "splits", "split_tiles", "size_dv",
+MERGE = DECODE._replace(
+    name="merge", program="merge_program", functions=(),
+    constants=("BLOCK_M", "BLOCK_N", "ROWS", "DV_PAD", "STEP_Q", "UNIT", "VARLEN", "SINGLE", "PDL", "MERGED"),
 )  # fmt: skip
-EARLY = False
-"""Whether launches begin while the one before them ends."""
-MERGED_LATER = 8
-"""Splits that a program of the merge launch loads at once."""
 MOST_RECIPES = 4096
 _recipes: dict[tuple[object, ...], Recipe] = {}
 
@@ -123,12 +114,11 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
         out.zero_()
         lse.fill_(-math.inf)
     values = _own_values(recipe, inputs, out, lse)
-    grid, grid_y = recipe.plan.grid(recipe.units)
-    recipe.run(grid, values, grid_y)
+    recipe.run(recipe.units, values, recipe.plan.splits)
     if recipe.again is not None:
         recipe.again(-(-recipe.units * recipe.plan.splits // NOTES), values)
     if recipe.merge is not None:
-        recipe.merge(recipe.units * recipe.plan.rows, [values[AT[name]] for name in MERGE])
+        recipe.merge(recipe.units * recipe.plan.rows, values)
     return out, lse
 
 
@@ -180,19 +170,17 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     early = waits_for_grids(machine)
     own = (*constants, ("PDL", early), ("CARE", plan.care), ("RATIO", 1))
     build = Build(types, aligned, own, plan.warps, plan.stages, early=early)
-    if plan.programs:
-        run = kernel_launcher(problem, slots, STREAM, build, device, (STREAM,))
-    else:
-        run = kernel_launcher(problem, slots, DECODE, build, device, (DECODE, AGAIN))
+    run = kernel_launcher(problem, slots, DECODE, build, device, (DECODE, AGAIN))
     again = merge = None
     if plan.care == "flag":
         low = tuple((name, CARE_M if name == "BLOCK_M" else value) for name, value in constants)
         ratio = plan.block_m // CARE_M
         build = Build(types, aligned, (*low, ("PDL", False), ("CARE", "again"), ("RATIO", ratio)), 4, 1)
         again = kernel_launcher(problem, slots, AGAIN, build, device, (DECODE, AGAIN))
-    if plan.merge == "later" and plan.splits > 1:
-        merged = plan.merged if problem.options.batch_invariant else MERGED_LATER
-        merge = _merge_launcher(values, dict(own), merged, device)
+    if plan.merge == "later":
+        own = tuple((name, value) for name, value in own if name in MERGE.constants)
+        build = Build(types, aligned, own, 4, 1, early=early)
+        merge = kernel_launcher(problem, slots, MERGE, build, device, (MERGE,))
     # The recipe keeps no tensor alive: a call puts its own in.
     kept = [None if isinstance(x, torch.Tensor) else x for x in values]
     units = decode_plan.units_of(problem, plan)
@@ -212,7 +200,7 @@ def _no_offset(offset: object) -> bool:
 
 def waits_for_grids(machine: Machine) -> bool:
     """Whether kernels can wait for the launch before them (griddepcontrol)."""
-    return EARLY and machine.kind == "cuda" and machine.arch >= 90 and not interpreting()
+    return machine.kind == "cuda" and machine.arch >= 90 and not interpreting()
 
 
 def _aligned(slots: Slots, step: int, step_q: int) -> tuple[int, ...]:
@@ -223,17 +211,6 @@ def _aligned(slots: Slots, step: int, step_q: int) -> tuple[int, ...]:
     layouts = zip(slots.leaf_at, slots.leaves, strict=True)
     found += [len(DECODE.arguments) + at for at, layout in layouts if layout.step > 1]
     return tuple(sorted(found))
-
-
-def _merge_launcher(values: list[object], constants: dict[str, Any], merged: int, device: int) -> Any:
-    """The launch that merges the splits, one program per row, `merged` of them at once."""
-    from tilewise.backends.triton.decode_kernel import merge_program
-
-    kinds = dict.fromkeys(("o_b", "o_h", "o_n", "o_d", "l_b", "l_h"), "i64")
-    types = types_of(MERGE, [values[AT[name]] for name in MERGE], kinds)
-    names = ("BLOCK_M", "BLOCK_N", "ROWS", "DV_PAD", "STEP_Q", "UNIT", "VARLEN", "SINGLE", "PDL")
-    own = (*((name, constants[name]) for name in names), ("MERGED", merged))
-    return plain_launcher(merge_program, Build(types, (), own, 4, 1, early=constants["PDL"]), device)
 
 
 def _step(tensors: tuple[Tensor, ...], sizes: tuple[int, ...]) -> int:
@@ -272,9 +249,9 @@ def _constants(
     d, dv = padded(s.head_dim), padded(s.head_dim_v)
     scales = _scales(inputs)
     unit = inputs.q.stride(-1) == 1 and out.stride(-1) == 1
+    fused = spec.score is None and inputs.scale > 0 and scales == "none" and problem.kv_dtype == problem.dtype
     return (
-        ("HAS_TERMS", spec.score is not None),
-        ("FUSED", spec.score is None and inputs.scale > 0 and scales == "none"), ("LAST", inputs.q_offset is None),
+        ("HAS_TERMS", spec.score is not None), ("FUSED", fused), ("LAST", inputs.q_offset is None),
         ("VARLEN", problem.options.layout == "varlen"), ("PAGING", _paging(problem, plan)), ("SCALES", scales),
         ("BLOCK_M", plan.block_m), ("BLOCK_N", plan.block_n), ("ROWS", plan.rows), ("D_PAD", d), ("DV_PAD", dv),
         ("EVEN", d == s.head_dim), ("EVEN_V", dv == s.head_dim_v), ("STEP", steps[0]), ("STEP_Q", steps[1]),
@@ -302,7 +279,7 @@ def _shared_values(
     return [
         inputs.q, inputs.k, inputs.v, None, None, None, None, None, None, *_optional(problem, inputs), *strides,
         s.batch, decode_plan.units_of(problem, plan), s.num_heads_kv, max(problem.group, 1), s.seqlen_q, s.seqlen_k,
-        plan.row_tiles, plan.programs or plan.splits, plan.split_tiles, pages, size, max(size.bit_length() - 1, 0),
+        plan.row_tiles, plan.splits, plan.split_tiles, pages, size, max(size.bit_length() - 1, 0),
         _number(inputs.q_offset), _number(inputs.k_offset), s.head_dim, s.head_dim_v, inputs.scale,
         *_data(problem, inputs, slots),
     ]  # fmt: skip

@@ -38,7 +38,7 @@ POINTERS = {
 def prepare(problem: Problem, inputs: Inputs) -> PreparedDecode | None:
     """A function for decode calls that differ from this one in the tensors' contents and addresses only.
 
-    None where such a call has more to do than one launch of the decode kernel.
+    None where such a call has more to do than to launch the decode kernel and to merge its results.
     """
     if not problem.shape.seqlen_k or not all(t.numel() for t in (inputs.q, inputs.k, inputs.v)):
         return None
@@ -48,9 +48,7 @@ def prepare(problem: Problem, inputs: Inputs) -> PreparedDecode | None:
     if problem.options.k_scale != problem.options.v_scale or problem.options.layout != "dense":
         return None
     recipe = make_recipe(problem, inputs, slots)
-    if recipe.again is not None or recipe.merge is not None:
-        return None
-    if not isinstance(recipe.run, Launcher):
+    if recipe.again is not None or not isinstance(recipe.run, Launcher):
         return None
     try:
         return PreparedDecode(recipe, inputs)
@@ -59,12 +57,15 @@ def prepare(problem: Problem, inputs: Inputs) -> PreparedDecode | None:
 
 
 class PreparedDecode:
-    """One launch of the decode kernel whose arguments are laid out."""
+    """A launch of the decode kernel whose arguments are laid out, and perhaps one that merges its results."""
 
     def __init__(self, recipe: Recipe, inputs: Inputs) -> None:
         problem = recipe.problem
         self.direct = Direct(recipe.run, recipe.types, recipe.values)
-        self.recipe, self.grid = recipe, recipe.plan.grid(recipe.units)
+        self.merge = (
+            None if recipe.merge is None else Direct(recipe.merge, recipe.types, recipe.values, self.direct)
+        )
+        self.recipe, self.splits = recipe, recipe.plan.splits
         self.out_shape, self.out_strides = problem.out_shape, recipe.out_strides
         self.lse_shape, self.out_dtype = problem.lse_shape, problem.out_dtype
         self.device, self.index = inputs.q.device, inputs.q.get_device()
@@ -107,7 +108,9 @@ class PreparedDecode:
             words[self.count] = counters(self.device, self.recipe.units).data_ptr()
         for at, t in zip(self.extra, extra, strict=True):
             words[at] = t.data_ptr()
-        self.direct(self.grid[0], block, self.grid[1])
+        self.direct(self.recipe.units, block, self.splits)
+        if self.merge is not None:
+            self.merge(self.recipe.units * self.recipe.plan.rows, block)
         self.direct.free.append(block)
         return out, lse
 
