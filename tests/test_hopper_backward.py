@@ -204,12 +204,13 @@ def test_long_walks_against_float64(causal: bool) -> None:
 
 @on_gpu
 @pytest.mark.gpu
-def test_packed_sequences_have_their_own_gradients() -> None:
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_packed_sequences_have_their_own_gradients(d: int) -> None:
     torch.manual_seed(0)
     lengths = (100, 1, 700, 64, 333)
     edges = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     cu = torch.tensor(edges, dtype=torch.int32, device="cuda")
-    q, k, v, do = (_drawn(edges[-1], h, 128) for h in (4, 2, 2, 4))
+    q, k, v, do = (_drawn(edges[-1], h, d) for h in (4, 2, 2, 4))
     inputs = [t.requires_grad_() for t in (q, k, v)]
     out = tw.attention_varlen(*inputs, cu, mask=tw.causal(), backend="hopper")
     got = torch.autograd.grad(out, inputs, do)

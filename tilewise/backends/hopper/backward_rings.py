@@ -45,8 +45,9 @@ def tiles_of(sizes, VARLEN: gl.constexpr):
 
 @gluon.jit
 def key_tile(
-    t, sizes, tables, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, BN: gl.constexpr
-):
+    t, sizes, tables, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr,
+):  # fmt: skip
     """Tile t of keys: batch entry, KV head, number, rows and keys of the sequence, and its first row tile."""
     batch, heads, group, n_q, n_k, row_tiles, key_tiles, swizzle = sizes
     cu_q, cu_k, used_q, used_k = tables
@@ -62,7 +63,7 @@ def key_tile(
         b, tile = owner(cu_k, tile, batch, n_k, BN)
         row0, n_q = sequence(cu_q, used_q, b, n_q, USED_Q)
         key0, n_k = sequence(cu_k, used_k, b, n_k, USED_K)
-        first = row0 // 64 + b
+        first = row0 // BM + b
     else:
         b = unit // heads_kv
         g = unit - b * heads_kv

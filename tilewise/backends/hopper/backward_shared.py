@@ -54,7 +54,7 @@ def produce(
     q_s, do_s, k_s, v_s, m_s, delta_s = room
     about_s, entry_s = slots
     kv_full, q_full, q_empty, do_full, do_empty = signals
-    b, g, n, row0, n_q, key0, n_k, first = key_tile(t, sizes, tables, VARLEN, USED_Q, USED_K, BN)
+    b, g, n, row0, n_q, key0, n_k, first = key_tile(t, sizes, tables, VARLEN, USED_Q, USED_K, BM, BN)
     _, heads, group, _, _, row_tiles, _, _ = sizes
     q_offset = offset_of(offsets[0], offsets[1], b, n_k - n_q, Q_OFFSET)
     k_offset = offset_of(offsets[2], offsets[3], b, 0, K_OFFSET)
