@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 import tilewise as tw
-from tilewise.backends.cpu.peaks import multiply_add_rate, read_rate
+from tilewise.backends.cpu.peaks import dot_rate, multiply_add_rate, read_rate
 from tilewise.cli.machine import describe
 from tilewise.cli.memory import count_peak
 
@@ -290,10 +290,12 @@ def start(budget: float, quick: bool):
 def machine() -> dict:
     """The machine and its peaks now."""
     threads = torch.get_num_threads()
+    dots = dot_rate(threads)
     return {
         "section": "machine", **describe(), "load": os.getloadavg(),
         "fma_gflops_1": round(multiply_add_rate(1) / 1e9, 1),
         f"fma_gflops_{threads}": round(multiply_add_rate(threads) / 1e9, 1), "read_gbytes": round(read_rate() / 1e9, 2),
+        **({f"dot_gflops_{threads}": round(dots / 1e9, 1)} if dots else {}),
     }  # fmt: skip
 
 

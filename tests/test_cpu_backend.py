@@ -52,6 +52,7 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backward: bool = Tr
         (2, 4, 2, 70, 133, 40, 24),  # ragged rows, a head size that fills no vector
         (1, 8, 2, 1, 2100, 64, 64),  # one query over a long cache: packed heads, split keys
         (1, 1, 1, 130, 1500, 33, 67),  # one head: split keys in both passes
+        (1, 2, 1, 40, 70, 128, 130),  # scores in two parts, and in three
         (2, 6, 2, 5, 700, 16, 16),
     ],
 )

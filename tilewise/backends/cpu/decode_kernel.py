@@ -35,8 +35,9 @@ AHEAD = 4096
 """Bytes of k and of v asked for in advance: 2 to 8 KiB are equal within the noise of the measurement."""
 MOST_AHEAD = 64
 """Rows asked for in advance, at most: the addresses of so many more than a block's keys are written down."""
-ADDRESSES = 8 * (DECODE_BLOCK + MOST_AHEAD + 16)
-"""Bytes of the addresses of a block's rows; 16 is the most that one step of `scores` takes."""
+ADDRESSES = 8 * (DECODE_BLOCK + MOST_AHEAD + 16 + 8)
+"""Bytes of the addresses of a block's rows; 16 is the most that one step of `scores` takes, 8 what
+is written with a vector."""
 SPAN = 4096
 """Bytes of v that are met once for each column of acc: the first-level cache keeps them."""
 SCORED = 16
@@ -133,7 +134,7 @@ def build_decode(isa: Isa, dtype: str) -> Any:
     absorb, close_rows = build_absorb(isa, micro, loops), build_close(isa, micro)
     segment_of, set_lanes, next_run, fill = loops.segment_of, loops.set_lanes, loops.next_run, loops.fill
     pack_row, finish_narrow, finish_wide = micro.pack_row, micro.finish_row(dtype), micro.finish_row("fp32")
-    lanes, (sources, rows_of) = isa.lanes, build_sources()
+    lanes, (sources, rows_of) = isa.lanes, build_sources(micro)
 
     @njit(**JIT)
     def attend(a, w, seg, rows, unit, keys, count):

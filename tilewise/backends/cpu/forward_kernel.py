@@ -122,7 +122,7 @@ def build_write(isa: Isa, micro: Micro) -> Any:
 def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
     """attend(...): one block of rows against a run of keys, into m, l and the tile acc. Keys in pages are copied."""
     lanes, half = isa.lanes, micro.dtype != "fp32"
-    (sources, _), gather = build_sources(), build_gather(isa, micro)
+    (sources, _), gather = build_sources(micro), build_gather(isa, micro)
     scores, weighted, widen, fill, drop = loops.scores, loops.weighted, loops.widen, loops.fill, loops.drop
     next_run, pack, advance, exponentials = loops.next_run, loops.pack, micro.advance, micro.exponentials
 

@@ -14,7 +14,7 @@ import torch
 
 from tilewise.backends.cpu import fold, machine_code, pair_launch, pool
 from tilewise.backends.cpu.isa import BLOCK_ROWS, LINE, STRIP, Isa, detect, uses_pairs
-from tilewise.backends.cpu.parameters import DECODE_BLOCK, LANES, SEGMENT, P
+from tilewise.backends.cpu.parameters import DECODE_BLOCK, DECODE_LEAST, LANES, SEGMENT, P
 from tilewise.backends.cpu.pieces import Piece
 from tilewise.backends.cpu.print_interval import needs_table
 from tilewise.backends.cpu.slots import Slots, describe, fill, float_bits
@@ -46,6 +46,9 @@ DECODE_TASKS = 64
 CACHE_SPLIT = 2048
 """Most keys of a split of a cache: at a sixteenth of its capacity there are tasks for all threads still, and merging
 a part costs less than a hundredth of reading so many keys."""
+LEAST_OF_PAIRS = 50_000
+"""Multiply-adds that take as long as the smallest task on pairs: q, a group of keys and v are brought into whole tiles
+(2 us, measured on Emerald Rapids: eight heads of one row took 35 us on one thread)."""
 WAYS = {
     "amx": "the tile registers of AMX",
     "dot": "dot products of pairs",
@@ -68,9 +71,16 @@ def decode_rows(problem: Problem) -> int:
     return DECODE_ROWS // max(problem.group, 1) if min(s.head_dim, s.head_dim_v) >= detect().lanes else -1
 
 
+def decode_keys(problem: Problem) -> int:
+    """Keys of a sequence from which `decode_kernel` takes few rows: any number where the alternative is products of
+    pairs, for which a row and a key become a whole tile; and of a cache, whose keys grow."""
+    pairs = uses_pairs(detect(), NAMES.get(problem.dtype, ""))
+    return 0 if problem.options.pages else 1 if pairs else DECODE_LEAST
+
+
 def decodes(problem: Problem, piece: Piece) -> bool:
     """Whether a sequence is one for `decode_kernel`."""
-    return piece.rows <= decode_rows(problem) and piece.keys >= DECODE_BLOCK
+    return piece.rows <= decode_rows(problem) and piece.keys >= decode_keys(problem)
 
 
 def splits_of(problem: Problem, piece: Piece, decode: bool = False) -> tuple[int, int]:

@@ -9,7 +9,9 @@ from numba import njit, types
 from tilewise.backends.cpu.dropout import drop_strip
 from tilewise.backends.cpu.isa import STRIP
 from tilewise.backends.cpu.micro import (
+    DEPTH,
     ROW,
+    SHORT,
     Micro,
     indirect,
     load_f32,
@@ -71,37 +73,45 @@ def build_products(isa: Isa, micro: Micro) -> tuple[Any, Any]:
     tall = 12 if wide > 1 else 6
 
     @njit(**JIT)
-    def scores(k, k_row, qt, dim, s, top, keys, strips):
+    def part_of_scores(k, k_row, qt, dim, s, top, keys, strips, part):
+        """One part of the head: `dim` numbers of it from k and qt on."""
         strip = 0
         while strip < strips:
             at = strip * STRIP * 4
             j = 0
             if wide > 1 and strips - strip < wide:
                 while j + tall <= keys:
-                    n12(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at)
+                    n12(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at, part)
                     j += tall
                 while j + 4 <= keys:
-                    n4(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at)
+                    n4(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at, part)
                     j += 4
                 if (keys - j) & 2:
-                    n2(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at)
+                    n2(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at, part)
                     j += 2
                 if (keys - j) & 1:
-                    n1(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at)
+                    n1(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at, part)
                 strip += 1
             else:
                 while j + 6 <= keys:
-                    s6(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at)
+                    s6(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at, part)
                     j += 6
                 if keys - j >= 4:
-                    s4(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at)
+                    s4(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at, part)
                     j += 4
                 if (keys - j) & 2:
-                    s2(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at)
+                    s2(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at, part)
                     j += 2
                 if (keys - j) & 1:
-                    s1(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at)
+                    s1(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at, part)
                 strip += wide
+
+    @njit(**JIT)
+    def scores(k, k_row, qt, dim, s, top, keys, strips):
+        depth = SHORT // 2 if dim <= SHORT else DEPTH
+        for d in range(0, max(dim, 1), depth):
+            part = (1 if d > 0 else 0) + (2 if d + depth < dim else 0)
+            part_of_scores(k + d * 4, k_row, qt + d * ROW, min(depth, dim - d), s, top, keys, strips, part)
 
     @njit(**JIT)
     def weighted(v, v_row, p, keys, acc, alpha, dim, strips):
@@ -145,12 +155,12 @@ def build_loops(isa: Isa, micro: Micro) -> Loops:
     lanes, size = isa.lanes, micro.size
     scores, weighted = build_products(isa, micro)
     widen_vector, pack_square, element_load = micro.widen_vector, micro.pack_square, micro.element_load
-    dropped = drop_strip(micro)
+    dropped, fill_vectors = drop_strip(micro), micro.fill
 
     @njit(**JIT)
     def fill(base, count, value):
-        for n in range(count):
-            store_f32(base, n, value)
+        """`count` float32, a multiple of lanes."""
+        fill_vectors(base, count, value)
 
     @njit(**JIT)
     def widen(source, row_bytes, rows, dim, to, to_bytes):

@@ -57,7 +57,7 @@ SOURCES = {
         "fold",
     ),
     "slopes": (*_EMITTERS, "counted", "print_vector", "stage", "slots", "fold", "fold_slopes"),
-    "peak": ("isa", "words", "peaks"),
+    "peak": ("isa", "words", "pairs", "peaks"),
 }
 """Modules that write each kind of object: another text of theirs is another key."""
 

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 ROW = 4 * BLOCK_ROWS
 """Bytes of one row of a tile."""
 DEPTH = 64
-"""Products summed one after another in a score."""
+"""Products summed one after another in a score: sums of sums lose no digits, and so much of a strip of q stays in the
+first-level cache while all keys of a block meet it."""
 SHORT = 16
 """A head of at most this size is summed in two halves: where it costs nothing, accuracy is free."""
 i64, f32 = types.int64, types.float32
@@ -145,6 +146,35 @@ class Micro:
 
         return _emit(types.void(i64, i64, f32), body, "base, index, value")
 
+    @functools.cached_property
+    def fill(self) -> Any:
+        """fill(to, count, value): `count` float32, a multiple of lanes. A loop in Numba stores them one by one, 4096
+        for a block of rows at a head size of 64, which short calls feel."""
+
+        def body(b, to, count, value):
+            w = self.words(b)
+            vector = w.splat(value)
+            with cgutils.for_range(b, b.udiv(count, I64(self.lanes)), intp=I64) as loop:
+                w.store(vector, to, b.mul(loop.index, I64(self.vector_bytes)))
+
+        return _emit(_void(2, f32), body, "to, count, value")
+
+    @functools.cached_property
+    def ramp(self) -> Any:
+        """ramp(to, count, first, step): int64 first, first + step and so on, `count` of them and up to lanes / 2 - 1
+        more."""
+
+        def body(b, to, count, first, step):
+            w = self.words(b)
+            n = w.l.count
+            order = ir.Constant(w.l, list(range(n)))
+            numbers = b.add(w.splat_wide(first), b.mul(order, w.splat_wide(step)))
+            with cgutils.for_range(b, b.udiv(b.add(count, I64(n - 1)), I64(n)), intp=I64) as loop:
+                at = b.mul(loop.index, I64(n))
+                w.store(b.add(numbers, w.splat_wide(b.mul(at, step))), to, b.mul(at, I64(8)))
+
+        return _emit(_void(4), body, "to, count, first, step")
+
     def _sum(self, w: Words, sums: list, places: tuple, count: ir.Value) -> None:
         """The inner loop: sums[r][v] += A[r] B[v] over `count` steps."""
         b, (a, bb, a_row, a_k, b_k) = w.b, places
@@ -157,45 +187,16 @@ class Micro:
                     b.store(w.fma(scalar, column, b.load(cell)), cell)
 
     def product(self, rows: int, vectors: int, finish: str) -> Any:
-        """The primitive. finish: "scores" stores C and raises the running maximum at `extra`; "scaled" is
-        C = C * extra[lanes] + sum; "added" is C += sum."""
+        """The primitive. finish: "scores" is C = sum or C += sum, and raises the running maximum at `extra`; "scaled"
+        is C = C * extra[lanes] + sum; "added" is C += sum.
+
+        A score of a long head comes in parts of DEPTH products: `part` is 1 where parts were before, plus 2 where more
+        follow, before which no maximum is raised.
+        """
         step = self.vector_bytes
 
-        def body(b, a, a_row, a_k, bb, b_k, count, c, c_row, extra):
-            w = self.words(b)
-            sums = [[cgutils.alloca_once(b, w.f) for _ in range(vectors)] for _ in range(rows)]
-            for row in sums:
-                for cell in row:
-                    b.store(w.k(0.0), cell)
-            if finish == "scores":
-                short = b.icmp_signed("<=", count, I64(SHORT))
-                depth = b.select(short, I64(SHORT // 2), I64(DEPTH))
-                # Sums of at most `depth` products, then sums of sums: long heads lose no digits.
-                with cgutils.for_range(
-                    b, b.udiv(b.add(count, b.sub(depth, I64(1))), depth), intp=I64
-                ) as part:
-                    first = b.mul(part.index, depth)
-                    rest = b.sub(count, first)
-                    span = b.select(b.icmp_signed("<", rest, depth), rest, depth)
-                    outer = (b.add(a, b.mul(first, a_k)), b.add(bb, b.mul(first, b_k)))
-                    self._sum(w, sums, (*outer, a_row, a_k, b_k), span)
-                    with b.if_then(b.icmp_signed("<", b.add(first, depth), count)):
-                        for r in range(rows):
-                            for v in range(vectors):
-                                at = b.add(b.mul(c_row, I64(r)), I64(v * step))
-                                value = b.load(sums[r][v])
-                                earlier = b.select(
-                                    b.icmp_signed("==", first, I64(0)), w.k(0.0), w.load(c, at)
-                                )
-                                w.store(b.fadd(value, earlier), c, at)
-                                b.store(w.k(0.0), sums[r][v])
-                with b.if_then(b.icmp_signed(">", count, depth)):
-                    for r in range(rows):
-                        for v in range(vectors):
-                            at = b.add(b.mul(c_row, I64(r)), I64(v * step))
-                            b.store(b.fadd(b.load(sums[r][v]), w.load(c, at)), sums[r][v])
-            else:
-                self._sum(w, sums, (a, bb, a_row, a_k, b_k), count)
+        def finished(w: Words, sums: list, places: tuple) -> None:
+            b, (c, c_row, extra, last) = w.b, places
             for v in range(vectors):
                 top = None if finish == "added" else w.load(extra, v * step)
                 for r in range(rows):
@@ -209,9 +210,28 @@ class Micro:
                         value = b.fadd(w.load(c, at), value)
                     w.store(value, c, at)
                 if finish == "scores":
-                    w.store(top, extra, v * step)
+                    with b.if_then(last):
+                        w.store(top, extra, v * step)
 
-        return _emit(_void(9), body, "a, a_row, a_k, bb, b_k, count, c, c_row, extra")
+        def body(b, a, a_row, a_k, bb, b_k, count, c, c_row, extra, *part):
+            w, last = self.words(b), None
+            sums = [[cgutils.alloca_once(b, w.f) for _ in range(vectors)] for _ in range(rows)]
+            for row in sums:
+                for cell in row:
+                    b.store(w.k(0.0), cell)
+            self._sum(w, sums, (a, bb, a_row, a_k, b_k), count)
+            if part:
+                last = b.icmp_signed("<", part[0], I64(2))
+                with b.if_then(b.icmp_signed("!=", b.and_(part[0], I64(1)), I64(0))):
+                    for r in range(rows):
+                        for v in range(vectors):
+                            at = b.add(b.mul(c_row, I64(r)), I64(v * step))
+                            b.store(b.fadd(b.load(sums[r][v]), w.load(c, at)), sums[r][v])
+            finished(w, sums, (c, c_row, extra, last))
+
+        scores = finish == "scores"
+        arguments = "a, a_row, a_k, bb, b_k, count, c, c_row, extra" + (", part" if scores else "")
+        return _emit(_void(9 + scores), body, arguments)
 
     @functools.cached_property
     def scalar_exp(self) -> Any:

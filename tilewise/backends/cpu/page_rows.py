@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from numba import njit, types
 
 from tilewise.backends.cpu.loops import JIT, kernel
-from tilewise.backends.cpu.micro import Micro, load_i32, load_i64, store_f32, store_i64
+from tilewise.backends.cpu.micro import Micro, load_i32, load_i64, store_f32
 from tilewise.backends.cpu.parameters import SEGMENT, P
 
 if TYPE_CHECKING:
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 
 @kernel
-def build_sources() -> tuple[Any, Any]:
+def build_sources(micro: Micro) -> tuple[Any, Any]:
     """sources(...): how the keys of a task's head lie; rows_of(...): where the rows of some of them begin."""
+    ramp = micro.ramp
 
     @njit(**JIT)
     def sources(a, seg, head):
@@ -36,12 +37,12 @@ def build_sources() -> tuple[Any, Any]:
 
     @njit(**JIT)
     def rows_of(source, keys, count, to):
-        """The addresses of keys[0] and `count` - 1 after it; from keys[1] on, that of the key before keys[1]."""
+        """The addresses of keys[0] and `count` - 1 after it; from keys[1] on, that of the key before keys[1]. Room: for
+        lanes / 2 more."""
         base, row, page_bytes, table, size, pages = source
         there = min(count, keys[1] - keys[0])
         if table == 0:
-            for x in range(there):
-                store_i64(to, x, base + (keys[0] + x) * row)
+            ramp(to, there, base + keys[0] * row, row)
         else:
             x, page = 0, keys[0] // size
             skipped = keys[0] - page * size
@@ -49,13 +50,11 @@ def build_sources() -> tuple[Any, Any]:
                 # What a table holds is never trusted.
                 number = max(0, min(types.int64(load_i32(table, page)), pages - 1))
                 at = base + number * page_bytes + skipped * row
-                for y in range(min(size - skipped, there - x)):
-                    store_i64(to, x, at + y * row)
-                    x += 1
+                n = min(size - skipped, there - x)
+                ramp(to + x * 8, n, at, row)
+                x += n
                 skipped, page = 0, page + 1
-        last = load_i64(to, there - 1)
-        for x in range(there, count):
-            store_i64(to, x, last)
+        ramp(to + there * 8, count - there, load_i64(to, there - 1), 0)
 
     return sources, rows_of
 
@@ -64,10 +63,10 @@ def build_sources() -> tuple[Any, Any]:
 def build_gather(isa: Isa, micro: Micro) -> Any:
     """gather(source, keys, n, dim, to, row bytes, listed): n rows from key keys[0] on as float32, in one piece.
 
-    `listed` has room for n addresses."""
+    `listed` has room for n addresses, and some more."""
     lanes, size = isa.lanes, micro.size
     widen_vector, element_load = micro.widen_vector, micro.element_load
-    _, rows_of = build_sources()
+    _, rows_of = build_sources(micro)
 
     @njit(**JIT)
     def gather(source, keys, n, dim, to, to_bytes, listed):

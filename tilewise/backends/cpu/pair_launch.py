@@ -38,8 +38,9 @@ def backward_scratch(problem: Problem, key_block: int, superblock: int) -> int:
 
 
 def turned_bytes(problem: Problem, packed: bool, groups: int, blocks: int) -> int:
-    """Bytes of v turned once for all, where more than one of `blocks` blocks of rows reads each key; else 0."""
+    """Bytes of v turned once for all, where more than two of `blocks` blocks of rows read each key; else 0: a pass of
+    its own takes longer than turning twice."""
     users = blocks if packed else blocks * max(problem.group, 1)
-    if users <= 1:
+    if users <= 2:
         return 0
     return groups * problem.shape.num_heads_kv * padded(problem.shape.head_dim_v) * 2 * GROUP

@@ -43,7 +43,7 @@ class PairLoops(NamedTuple):
 def build_layouts(isa: Isa, pairs: Pairs) -> tuple[Any, Any, Any, Any]:
     """pack, group, turn, natural."""
     lanes, pack_square, turn_square = isa.lanes, pairs.pack_square, pairs.turn_square
-    zip_rows, copy_vector = pairs.zip_rows, pairs.copy_vector
+    zip_rows, copy_vector, clear_vector = pairs.zip_rows, pairs.copy_vector, pairs.clear_vector
     zero = types.uint16(0)
 
     @njit(**JIT)
@@ -71,16 +71,14 @@ def build_layouts(isa: Isa, pairs: Pairs) -> tuple[Any, Any, Any, Any]:
         end = (dim + GROUP - 1) // GROUP * GROUP
         for r in range(GROUP):
             at, d = spare + r * end * 2, 0
-            if r < keys:
-                while d + lanes <= dim:
-                    copy_vector(source + r * row + d * 2, at + d * 2)
-                    d += lanes
-                while d < dim:
-                    store_u16(at, d, load_u16(source + r * row, d))
-                    d += 1
-            while d < end:
-                store_u16(at, d, zero)
-                d += 1
+            there = dim if r < keys else 0
+            while d + lanes <= there:
+                copy_vector(source + r * row + d * 2, at + d * 2)
+                d += lanes
+            for x in range(d, end, lanes):
+                clear_vector(at + x * 2)
+            for x in range(d, there):
+                store_u16(at, x, load_u16(source + r * row, x))
         return spare, end * 2
 
     @njit(**JIT)

@@ -177,7 +177,8 @@ class Pairs:
         name = "llvm.prefetch.p0"
         b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), [pointer, *flags])
 
-    def _dot(self, w: Words, total: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
+    def dot(self, w: Words, total: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
+        """total + the products of the low halves and of the high halves."""
         if self.isa.pairs == "plain":
             return w.fma(_high(w, x), _high(w, y), w.fma(_low(w, x), _low(w, y), total))
         pairs = ir.VectorType(_Bfloat(), 2 * self.lanes)
@@ -204,7 +205,7 @@ class Pairs:
                     for r, row in enumerate(cells):
                         pair = w.splat(w.load(from_a, b.mul(a_row, I64(r)), I32))
                         for cell, column in zip(row, columns, strict=True):
-                            b.store(self._dot(w, b.load(cell), pair, column), cell)
+                            b.store(self.dot(w, b.load(cell), pair, column), cell)
             for r, row in enumerate(cells):
                 for v, cell in enumerate(row):
                     w.store(b.load(cell), c, b.add(b.mul(c_row, I64(r)), I64(v * self.step)))
@@ -263,6 +264,16 @@ class Pairs:
             w.store(w.load(source, 0, ir.VectorType(I16, self.lanes)), to)
 
         return _emit(_void(2), body, "source, to")
+
+    @functools.cached_property
+    def clear_vector(self) -> Any:
+        """clear(to): `lanes` zeros of bf16."""
+
+        def body(b, to):
+            w = self.words(b)
+            w.store(ir.Constant(ir.VectorType(I16, self.lanes), [0] * self.lanes), to)
+
+        return _emit(_void(1), body, "to")
 
     # ---- score tiles -----------------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ def apart(problem: Problem, found: list[Piece]) -> tuple[list[Piece], list[Piece
     their keys grow."""
     few: list[Piece] = []
     many: list[Piece] = []
-    most, least = launch.decode_rows(problem), 0 if problem.options.pages else launch.DECODE_BLOCK
+    most, least = launch.decode_rows(problem), launch.decode_keys(problem)
     for piece in found:
         (few if piece.rows <= most and piece.keys >= least else many).append(piece)
     return few, many
@@ -123,6 +123,8 @@ class Forward:
         self._combine = functools.partial(launch.kernel, isa, "combine", dtype)
         self._heads = s.num_heads_q
         work = launch.work_of(problem)
+        if launch.uses_pairs(isa, dtype) and not decode:
+            work = max(work, self._tasks * launch.LEAST_OF_PAIRS)
         self._most_threads = 1 if work < launch.ALONE else self._tasks
         self._keeps_scratch = work <= KEPT
         self._each = -(-launch.scratch_bytes(problem) // 64) * 64
