@@ -365,7 +365,7 @@ def test_signatures_are_the_originals(name):
     assert written(getattr(fa2, name)) == SIGNATURES[name]
 
 
-@pytest.mark.parametrize("window", [(-2, 0), (0, -5), 3])
+@pytest.mark.parametrize("window", [(-2, 0), (0, -5), 3, ("a", 0), (1.5, 0), (True, -1), (2**40, 0)])
 def test_window_sizes_that_mean_something_elsewhere_are_refused(window):
     q = torch.randn(1, 4, 1, 8)
     with pytest.raises(tw.OptionError, match="window_size"):
@@ -379,3 +379,17 @@ def test_tensors_in_another_layout_are_refused():
         fa2.flash_attn_varlen_func(
             *(torch.randn(1, 4, 1, 8) for _ in range(3)), *[torch.tensor([0, 4])] * 2, 4, 4
         )
+
+
+@pytest.mark.parametrize("name, shapes, packed", [
+    ("flash_attn_qkvpacked_func", [(2, 5, 2, 4, 8), (2, 5, 3, 8)], []),
+    ("flash_attn_kvpacked_func", [(2, 5, 3, 4, 8), (2, 5, 2)], [torch.zeros(2, 5, 4, 8)]),
+    ("flash_attn_varlen_qkvpacked_func", [(5, 4, 4, 8), (5, 3, 8)], []),
+    ("flash_attn_varlen_kvpacked_func", [(5, 3, 4, 8), (5, 2, 8)], [torch.zeros(5, 4, 8)]),
+])  # fmt: skip
+def test_packed_tensors_of_another_shape_are_refused(name, shapes, packed):
+    edges = torch.tensor([0, 5])
+    more = [] if "varlen" not in name else [edges, 5] if "qkv" in name else [edges, edges, 5, 5]
+    for shape in shapes:
+        with pytest.raises(tw.ShapeError, match="heads, head size"):
+            getattr(fa2, name)(*packed, torch.zeros(*shape), *more)

@@ -297,3 +297,26 @@ def test_metadata_is_nothing_and_is_taken():
         fa4.get_scheduler_metadata(4, 4, 2, 1, 16, 8)
     with pytest.raises(TypeError, match="num_splits"):
         fa4.get_scheduler_metadata(2, 1, 64, 4, 2)
+
+
+def test_arguments_of_other_shapes_and_types_are_refused():
+    q, k = torch.zeros(2, 5, 4, 8), torch.zeros(2, 7, 2, 8)
+    for qv in (torch.zeros(2, 5, 4, 6), torch.zeros(2, 5, 4), torch.zeros(2, 7, 4, 8)):
+        with pytest.raises(tw.ShapeError, match="qv is in q's layout"):
+            fa3.flash_attn_func(q, k, k, qv=qv)
+    for qkv, heads in (
+        (torch.zeros(2, 5, 4, 8), 6),
+        (torch.zeros(2, 5, 4, 8), 4),
+        (torch.zeros(2, 5, 2, 4, 8), None),
+    ):
+        with pytest.raises(tw.ShapeError, match="qkv is"):
+            fa3.flash_attn_qkvpacked_func(qkv, num_heads_q=heads)
+    parts, lse = torch.zeros(3, 2, 5, 4, 8), torch.zeros(3, 2, 5, 4)
+    for out in (torch.empty(1, 5, 4, 8), torch.empty(2, 5, 4, 8, dtype=torch.int32)):
+        with pytest.raises(tw.ShapeError, match="out is a floating tensor"):
+            fa3.flash_attn_combine(parts, lse, out=out)
+    with pytest.raises(tw.DTypeError, match="floating dtype"):
+        fa3.flash_attn_combine(parts, lse, out_dtype=torch.int32)
+    for window in ((1.5, 0), (torch.tensor(2), 0), (2**40, 0), (True, None)):
+        with pytest.raises(tw.OptionError, match="window_size counts keys"):
+            fa4.flash_attn_func(q, k, k, window_size=window)

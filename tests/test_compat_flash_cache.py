@@ -316,6 +316,21 @@ TABLE = {"k_cache": torch.zeros(6, 4, 2, 16), "v_cache": torch.zeros(6, 4, 2, 16
     ({**TABLE, "block_table": torch.tensor([[0, 1], [2, 3]]), "cache_batch_idx": torch.tensor([0, 1])}, "exclude"),
     ({**TABLE, "block_table": torch.tensor([[0, 1], [2, 3]]), "cache_leftpad": torch.tensor([0, 1])}, "exclude"),
     ({"k_cache": torch.zeros(3, 8, 2, 16), "v_cache": torch.zeros(3, 8, 2, 16)}, "batch size"),
+    ({"cache_seqlens": [3, 4]}, "not \\[3, 4\\]"),
+    ({"cache_seqlens": 3.0}, "an int"),
+    ({"cache_seqlens": torch.tensor([3, 4, 5])}, r"cache_seqlens is .*\(2,\)"),
+    ({"cache_seqlens": torch.tensor([True, False])}, "integers"),
+    ({"cache_batch_idx": torch.tensor([1])}, r"cache_batch_idx is .*\(2,\)"),
+    ({"cache_batch_idx": torch.tensor([1.0, 0.0])}, "cache_batch_idx is a tensor of integers"),
+    ({"cache_batch_idx": [1, 0]}, "cache_batch_idx is a tensor of integers"),
+    ({"cache_leftpad": torch.tensor([1])}, r"cache_leftpad is .*\(2,\)"),
+    ({**TABLE, "block_table": torch.zeros(3, 2).int(), "cache_seqlens": 3}, r"\(2, pages\)"),
+    ({**TABLE, "block_table": torch.zeros(2, 2), "cache_seqlens": 3}, "page table is a tensor of integers"),
+    ({**TABLE, "block_table": torch.zeros(4).int(), "cache_seqlens": 3}, r"\(2, pages\)"),
+    ({"k": torch.zeros(2, 1, 4, 16), "v": torch.zeros(2, 1, 4, 16), "cache_seqlens": 3}, "k is .2, new tokens, 2, 16"),
+    ({"k": torch.zeros(1, 1, 2, 16), "v": torch.zeros(1, 1, 2, 16), "cache_seqlens": 3}, "k is .2, new tokens, 2, 16"),
+    ({**NEW, "v": torch.zeros(2, 2, 2, 16), "cache_seqlens": 3}, "v is .2, new tokens"),
+    ({**NEW, "cache_seqlens": 3, "rotary_cos": torch.zeros(9, 8)}, "rotary_cos and rotary_sin are given together"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(changes, words):
     with pytest.raises(tw.TilewiseError, match=words):

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from tilewise.compat import flash_cache as fc
 from tilewise.compat.flash_spelling import (
-    check_rank,
     dense,
     draw_seed,
     from_pages,
     packed,
     packed_probabilities,
+    parts,
     probabilities,
     spell,
     terms,
@@ -73,8 +73,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:  # fmt: skip
     """`flash_attn_func` of qkv (B, N, 3, H, D)."""
-    check_rank(4, qkv=qkv[:, :, 0])
-    q, k, v = qkv.unbind(2)
+    q, k, v = parts("qkv", qkv, 5)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
@@ -87,7 +86,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:  # fmt: skip
     """`flash_attn_func` of q (B, N_q, H, D) and kv (B, N_k, 2, H_kv, D)."""
-    k, v = kv.unbind(2)
+    k, v = parts("kv", kv, 5)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
@@ -129,7 +128,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:  # fmt: skip
     """`flash_attn_varlen_func` of qkv (T, 3, H, D)."""
-    q, k, v = qkv.unbind(1)
+    q, k, v = parts("qkv", qkv, 4)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
         alibi_slopes, deterministic, return_attn_probs,
@@ -143,7 +142,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:  # fmt: skip
     """`flash_attn_varlen_func` of q (T_q, H, D) and kv (T_k, 2, H_kv, D)."""
-    k, v = kv.unbind(1)
+    k, v = parts("kv", kv, 4)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
         window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -182,11 +181,7 @@ def flash_attn_with_kvcache(
         leftpad=cache_leftpad,
         table=block_table,
     )
-    rotary = (
-        None
-        if rotary_cos is None or rotary_sin is None
-        else fc.Rotary(rotary_cos, rotary_sin, rotary_interleaved)
-    )
+    rotary = fc.rotary_of(rotary_cos, rotary_sin, rotary_interleaved)
     options = spell(visible(causal, window_size), terms(softcap, alibi_slopes), softmax_scale, False)
     moving = causal or max(window_size) >= 0
     out, lse = fc.attend(fc.Step(q, k, v), cache, rotary, options, moving=moving)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tilewise.compat import flash_cache as fc
-from tilewise.compat.flash_spelling import check_rank, dense, locate, packed, spell, terms, visible
-from tilewise.errors import OptionError, ShapeError, UnsupportedProblem, message
+from tilewise.compat.flash_spelling import check_rank, dense, locate, packed, parts, spell, terms, visible
+from tilewise.errors import DTypeError, OptionError, ShapeError, UnsupportedProblem, message
 from tilewise.state import Partial, merge
 
 __all__ = [
@@ -81,13 +81,17 @@ def _fp8_cache(q: Tensor, cache: fc.Cache, descale: Descale, more: bool) -> tupl
             raise ShapeError(message(f"{name}_descale has shape (B, H_kv)", given))
     if descale[0] is not None and q.dtype not in FP8:
         raise OptionError(f"q_descale belongs to an FP8 q, and q is {q.dtype}\nScale q itself.")
-    factors = dict(zip(("q_factor", "k_factor", "v_factor"), descale, strict=True))
-    return q.to(torch.bfloat16) if q.dtype in FP8 else q, cache._replace(**factors)
+    cache = cache._replace(q_factor=descale[0], k_factor=descale[1], v_factor=descale[2])
+    return q.to(torch.bfloat16) if q.dtype in FP8 else q, cache
 
 
 def with_qv(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor]:
     """q and k whose product is q.k + qv.v: the same attention with head size D + D_v, k copied."""
-    return (q, k) if qv is None else (torch.cat((q, qv), -1), torch.cat((k, v), -1))
+    if qv is None:
+        return q, k
+    if qv.shape[:-1] != q.shape[:-1] or qv.shape[-1] != v.shape[-1]:
+        raise ShapeError(message("qv is in q's layout, with v's head size", {"q": q, "v": v, "qv": qv}))
+    return torch.cat((q, qv), -1), torch.cat((k, v), -1)
 
 
 def _answer(pair: tuple[Tensor, Tensor], dtype: torch.dtype | None, with_lse: bool) -> Result:
@@ -131,10 +135,10 @@ def flash_attn_qkvpacked_func(
 ) -> Result:  # fmt: skip
     """`flash_attn_func` of qkv (B, N, 3, H, D), or (B, N, H + 2 H_kv, D) with num_heads_q = H."""
     if qkv.ndim == 5:
-        q, k, v = qkv.unbind(2)
+        q, k, v = parts("qkv", qkv, 5)
     else:
         heads_kv = 0 if num_heads_q is None else (qkv.shape[2] - num_heads_q) // 2
-        if num_heads_q is None or num_heads_q + 2 * heads_kv != qkv.shape[2]:
+        if num_heads_q is None or heads_kv < 1 or num_heads_q + 2 * heads_kv != qkv.shape[2]:
             raise ShapeError(
                 message("qkv is (B, N, 3, H, D), or (B, N, H + 2 H_kv, D) with num_heads_q", {"qkv": qkv})
             )
@@ -203,9 +207,7 @@ def flash_attn_with_kvcache(
     if FP8 and (q.dtype in FP8 or k_cache.dtype in FP8 or any(f is not None for f in descale)):
         turned_fp8 = k is not None and k.dtype in FP8 and rotary_cos is not None
         q, cache = _fp8_cache(q, cache, descale, qv is not None or turned_fp8)
-    rotary = None
-    if rotary_cos is not None and rotary_sin is not None:
-        rotary = fc.Rotary(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
+    rotary = fc.rotary_of(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
     options = spell(visible(causal, window_size, attention_chunk), terms(softcap), softmax_scale, False)
     step = fc.Step(q, k, v, qv, cu_seqlens_q, cu_seqlens_k_new)
     moving = causal or max(window_size) >= 0 or attention_chunk > 0
@@ -227,13 +229,19 @@ def flash_attn_combine(
     if lse_partial.shape != out_partial.shape[:-1] or out_partial.ndim < 2 or not len(out_partial):
         given = {"out_partial": out_partial, "lse_partial": lse_partial}
         raise ShapeError(message("out_partial is (S, B, N, H, D) and lse_partial (S, B, N, H), S > 0", given))
+    kind = out_partial.dtype if out_dtype is None else out_dtype
+    if out is not None and (out.shape != out_partial.shape[1:] or not out.is_floating_point()):
+        raise ShapeError(
+            message("out is a floating tensor (B, N, H, D)", {"out": out, "out_partial": out_partial})
+        )
+    if not kind.is_floating_point:
+        raise DTypeError(f"out_dtype is a floating dtype, not {kind}")
     wide = torch.promote_types(out_partial.dtype, torch.float32)
     # The extra dimension in front keeps a packed (T, H, D) from being read as out (T, H, D) with lse (H, T).
-    parts = [
-        Partial(o.to(wide)[None], s.to(wide)[None]) for o, s in zip(out_partial, lse_partial, strict=True)
-    ]
-    merged = merge(*parts)
-    result = merged.out[0].to(out_partial.dtype if out_dtype is None else out_dtype)
+    merged = merge(
+        *(Partial(o.to(wide)[None], s.to(wide)[None]) for o, s in zip(out_partial, lse_partial, strict=True))
+    )
+    result = merged.out[0].to(kind)
     return (result if out is None else out.copy_(result)), merged.lse[0]
 
 

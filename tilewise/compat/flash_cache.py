@@ -96,6 +96,15 @@ class Rotary(NamedTuple):
     start: Tensor | None = None
 
 
+def rotary_of(
+    cos: Tensor | None, sin: Tensor | None, interleaved: bool, start: Tensor | None = None
+) -> Rotary | None:
+    """The tables of a call, or None.  Raises OptionError for one without the other, as the originals do."""
+    if (cos is None) != (sin is None):
+        raise OptionError("rotary_cos and rotary_sin are given together")
+    return None if cos is None or sin is None else Rotary(cos, sin, interleaved, start)
+
+
 class Step(NamedTuple):
     """The new tokens of one call: q (B, N, H, D) or packed (T, H, D), k and v likewise, and q's part for v."""
 
@@ -126,10 +135,8 @@ def cache_of(
             raise OptionError(
                 f"{name} and a page table exclude each other: the table says where each sequence lies"
             )
-    if isinstance(lengths, Tensor) and (lengths.is_floating_point() or lengths.ndim > 1):
-        raise ShapeError(
-            message("cache_seqlens is an int, or integers of shape (B,)", {"cache_seqlens": lengths})
-        )
+    if not isinstance(lengths, (Tensor, int, torch.SymInt, type(None))) or isinstance(lengths, bool):
+        raise OptionError(f"cache_seqlens is an int, or a tensor of integers (B,), not {lengths!r}")
     return Cache(k, v, lengths, rows, leftpad, table)
 
 
@@ -138,6 +145,8 @@ def _check_step(step: Step, cache: Cache, rotary: Rotary | None) -> None:
         raise OptionError("new keys and new values are given together")
     if step.k is None and rotary is not None:
         raise OptionError("rotary_cos and rotary_sin rotate new keys: give k and v")
+    if step.qv is not None and step.qv.shape[:-1] != step.q.shape[:-1]:
+        raise ShapeError(message("qv is in q's layout, with v's head size", {"q": step.q, "qv": step.qv}))
     if step.k is not None and cache.lengths is None:
         raise OptionError("k and v are written after the keys present: give cache_seqlens")
     if cache.table is None and cache.rows is None and cache.k.shape[0] != step.batch:
@@ -145,8 +154,52 @@ def _check_step(step: Step, cache: Cache, rotary: Rotary | None) -> None:
         raise ShapeError(
             message("the cache has q's batch size, unless cache_batch_idx says where to look", given)
         )
+    _check_tables(step.batch, cache)
+    if step.k is not None and step.v is not None:
+        _check_new(step, cache, {"k": step.k, "v": step.v})
     if can_look(cache.k):
         _check_present(step, cache)
+
+
+def _check_tables(batch: int, cache: Cache) -> None:
+    """One whole number, or one row of pages, for each sequence: kernels read as many."""
+    lengths = cache.lengths if isinstance(cache.lengths, Tensor) and cache.lengths.numel() != 1 else None
+    numbers = (
+        ("cache_seqlens", lengths, 1),
+        ("cache_batch_idx", cache.rows, 1),
+        ("cache_leftpad", cache.leftpad, 1),
+    )
+    for name, t, rank in (*numbers, ("the page table", cache.table, 2)):
+        if t is None:
+            continue
+        whole = isinstance(t, Tensor) and not t.is_floating_point() and t.dtype != torch.bool
+        if not whole or t.ndim != rank or t.shape[0] != batch:
+            shape = f"({batch},)" if rank == 1 else f"({batch}, pages)"
+            shown = {name: t} if isinstance(t, Tensor) else None
+            raise ShapeError(message(f"{name} is a tensor of integers of shape {shape}", shown))
+    if isinstance(cache.lengths, Tensor) and (
+        cache.lengths.ndim > 1 or cache.lengths.is_floating_point() or cache.lengths.dtype == torch.bool
+    ):
+        given = {"cache_seqlens": cache.lengths}
+        raise ShapeError(message("cache_seqlens is an int, or integers of shape (B,)", given))
+
+
+def _check_new(step: Step, cache: Cache, new: dict[str, Tensor]) -> None:
+    """New keys and values fit the cache they are written to, one batch entry for each sequence."""
+    packed = step.cu_seqlens_k_new is not None
+    rank = 3 if packed else 4
+    for name, kept in (("k", cache.k), ("v", cache.v)):
+        t = new[name]
+        fits = t.ndim == rank and t.shape[-2:] == kept.shape[-2:] and t.shape[:-2] == new["k"].shape[:-2]
+        if not fits or not (packed or t.shape[0] == step.batch):
+            lead = "total tokens" if packed else f"{step.batch}, new tokens"
+            heads, size = kept.shape[-2:]
+            raise ShapeError(
+                message(
+                    f"{name} is ({lead}, {heads}, {size}), as its cache and q have it",
+                    {**new, f"{name}_cache": kept},
+                )
+            )
 
 
 def _check_present(step: Step, cache: Cache) -> None:

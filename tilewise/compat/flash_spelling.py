@@ -21,7 +21,7 @@ from tilewise.spec.scores import ScoreTerm, alibi, softcap
 
 __all__ = [
     "Pair", "check_rank", "dense", "dense_view", "draw_seed", "even_edges", "from_pages", "locate", "packed",
-    "packed_probabilities", "probabilities", "spell", "terms", "visible", "visible_signed",
+    "packed_probabilities", "parts", "probabilities", "spell", "terms", "visible", "visible_signed",
 ]  # fmt: skip
 
 Pair = tuple[Tensor, Tensor]
@@ -64,6 +64,13 @@ def visible_signed(is_causal: bool, window_size: tuple[int | None, int | None]) 
 def _sizes(window_size: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise OptionError(f"window_size is a pair (left, right), not {window_size!r}")
+    for size in window_size:
+        if size is not None and (
+            isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)) or abs(size) >= 2**30
+        ):
+            raise OptionError(
+                f"window_size counts keys: its sizes are whole numbers below 2**30, not {size!r}"
+            )
     return window_size[0], window_size[1]
 
 
@@ -141,6 +148,17 @@ def check_rank(rank: int, **tensors: Tensor) -> None:
         if t.ndim != rank:
             shape = {3: "(total tokens, heads, head size)", 4: "(batch, tokens, heads, head size)"}[rank]
             raise ShapeError(message(f"{name} has {rank} dimensions, {shape}", {name: t}))
+
+
+def parts(name: str, packed: Tensor, rank: int) -> tuple[Tensor, ...]:
+    """Views of the parts of qkv or kv, which lie side by side in the dimension before heads and head size.
+
+    Raises ShapeError for another number of dimensions or parts.
+    """
+    if packed.ndim != rank or packed.shape[-3] != len(name):
+        lead = "batch, tokens" if rank == 5 else "total tokens"
+        raise ShapeError(message(f"{name} is ({lead}, {len(name)}, heads, head size)", {name: packed}))
+    return packed.unbind(-3)
 
 
 def even_edges(batch: int, length: int, device: torch.device) -> Tensor:
