@@ -17,15 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tilewise.backends.hopper.counters import counter
-from tilewise.backends.hopper.launch_forward import (
-    AT,
-    DESCRIPTORS,
-    FORWARD,
-    Recipe,
-    descriptors,
-    forward,
-    make_recipe,
-)
+from tilewise.backends.hopper.descriptors import DESCRIPTORS, descriptors
+from tilewise.backends.hopper.launch_forward import AT, FORWARD, Recipe, forward, make_recipe
 from tilewise.backends.triton import launch_forward as low
 from tilewise.backends.triton.direct import Direct
 from tilewise.config import config
