@@ -38,6 +38,7 @@ from tilewise.backends.triton.source import Entry, argument_types
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tilewise.backends.triton.tiles import Tiles
     from tilewise.problem import Inputs, Problem
 
 _PLACES = ("q_offset_ptr", "k_offset_ptr", "cu_q_ptr", "cu_k_ptr", "used_q_ptr", "used_k_ptr")
@@ -144,18 +145,13 @@ class HopperCall(Call):
         return (0, *t.stride()) if self.varlen else t.stride()
 
     def launch(
-        self,
-        entry: Entry,
-        tiles: Any,
-        grid: int,
-        values: tuple[object, ...],
-        *registers: int,
+        self, entry: Entry, tiles: Tiles, grid: int, values: tuple[object, ...], registers: int = 0,
         **constants: object,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """As the Triton backend does; but rows are prepared afresh only if some head is marked."""
         if entry is PREPARE:
             entry, grid = AGAIN, min(grid, 4 * machine_of(self.device).sms)
-        super().launch(entry, tiles, grid, values, *registers, **constants)
+        super().launch(entry, tiles, grid, values, registers, **constants)
 
     def collect(self, lines: Lines, parts: int, width: int) -> Tensor:
         """dq from its sums."""
