@@ -21,7 +21,7 @@ import torch
 
 from tilewise.backends.hopper.backward_tiles import plan_backward
 from tilewise.backends.hopper.compile import GluonLauncher, descriptor_type, shared_layout
-from tilewise.backends.hopper.launch_forward import readable
+from tilewise.backends.hopper.descriptors import readable
 from tilewise.backends.hopper.source import module_of
 from tilewise.backends.protocol import Gradients, Needs
 from tilewise.backends.triton.backward_entries import PREPARE
