@@ -15,7 +15,9 @@ from hopper_compile import alibi_of, compile_forward, spec_of  # noqa: E402
 
 from tilewise.backends.hopper.source import print_module  # noqa: E402
 from tilewise.backends.hopper.tiles import PAIRS, SHARED, pair_of  # noqa: E402
+from tilewise.backends.hopper.worth import reasons_for_auto  # noqa: E402
 from tilewise.backends.triton.layout import describe  # noqa: E402
+from tilewise.problem import Options, Problem, Shape  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) != (3, 6), reason="kernels are held to Triton 3.6"
@@ -89,7 +91,34 @@ def test_the_backend_says_why_not():
     with pytest.raises(tw.UnsupportedProblem, match="compute capability 9.0"):
         tw.attention(q, q, q, backend="hopper")
     reasons = dict(tw.explain(q, q, q).candidates)["hopper"]
-    assert any("backend='auto'" in str(reason) for reason in reasons)
+    assert any("compute capability 9.0" in str(reason) for reason in reasons)
+
+
+def _problem(n: int, d: int, mask=None, scores=(), needs_grad: bool = False, batch: int = 4) -> Problem:
+    spec, _ = spec_of(mask, scores)
+    return Problem(spec, Options(), Shape(batch, 16, 16, n, n, d, d), torch.bfloat16, "cuda", needs_grad)
+
+
+def test_auto_brings_here_what_was_measured():
+    slopes, ids = tw.alibi_slopes(16), torch.zeros(4, 4096, dtype=torch.int32)
+    taken = (
+        _problem(4096, 128),
+        _problem(1024, 64, tw.causal(), batch=16),
+        _problem(4096, 256, tw.causal() & tw.window(1000, 0), needs_grad=True),
+        _problem(4096, 128, tw.causal(), tw.alibi(slopes)),
+    )
+    left = {
+        "rows of a sequence": _problem(512, 128, batch=64),
+        "operations": _problem(1024, 64, batch=1),
+        "head dimensions": _problem(8192, 32),
+        "for each pair or column": _problem(4096, 128, tw.document(ids)),
+        "gradients": _problem(4096, 128, tw.causal(), tw.alibi(slopes), needs_grad=True),
+    }
+    for problem in taken:
+        assert reasons_for_auto(problem) == []
+    for why, problem in left.items():
+        (reason,) = reasons_for_auto(problem)
+        assert why in str(reason) and "'auto'" in str(reason)
 
 
 def test_a_margin_of_multiprocessors_is_a_number(monkeypatch):

@@ -16,13 +16,11 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """A registered backend: where its class is, whether `auto` taking it deserves a word, and, if `auto` leaves it
-    alone, why."""
+    """A registered backend: where its class is, and whether `auto` taking it deserves a word."""
 
     module: str
     attribute: str
     slow: bool
-    by_name_only: str
 
 
 class Registry:
@@ -34,17 +32,10 @@ class Registry:
         self.version = 0
 
     def register(
-        self,
-        name: str,
-        module: str,
-        attribute: str,
-        *,
-        slow: bool = False,
-        first: bool = False,
-        by_name_only: str = "",
+        self, name: str, module: str, attribute: str, *, slow: bool = False, first: bool = False
     ) -> None:
-        """Add a backend; `first` puts it before those already there, `by_name_only` says why `auto` passes it by."""
-        entry = {name: Entry(module, attribute, slow, by_name_only)}
+        """Add a backend; `first` puts it before those already there."""
+        entry = {name: Entry(module, attribute, slow)}
         self._entries = entry | self._entries if first else self._entries | entry
         self.version += 1
 
@@ -52,21 +43,11 @@ class Registry:
     def names(self) -> tuple[str, ...]:
         return tuple(self._entries)
 
-    @property
-    def names_for_auto(self) -> tuple[str, ...]:
-        """Those that `auto` may take."""
-        return tuple(name for name, entry in self._entries.items() if not entry.by_name_only)
-
     def is_slow(self, name: str) -> bool:
         return self._entries[name].slow
 
     def reasons(self, name: str, problem: Problem) -> list[Reason]:
-        """Why `auto` would not let that backend run the problem."""
-        from tilewise.backends.protocol import Reason
-
-        why = self._entries[name].by_name_only
-        if why:
-            return [Reason(why, "backend='auto'", f"backend={name!r}")]
+        """Why that backend would not run the problem."""
         return self.get(name).supports(problem)
 
     def get(self, name: str) -> Backend:
@@ -80,12 +61,7 @@ class Registry:
 
 
 registry = Registry()
-registry.register(
-    "hopper",
-    "tilewise.backends.hopper.backend",
-    "Hopper",
-    by_name_only="the backend 'hopper' waits for its last run on the card",
-)
+registry.register("hopper", "tilewise.backends.hopper.backend", "Hopper")
 registry.register("triton", "tilewise.backends.triton.backend", "Triton")
 registry.register("cpu", "tilewise.backends.cpu.backend", "Cpu")
 registry.register("blockwise", "tilewise.backends.reference.blockwise", "Blockwise", slow=True)

@@ -118,7 +118,7 @@ def choose_backends(names: list[str] | None) -> list[str]:
 
     for name in names or ():
         registry.get(name)
-    return list(dict.fromkeys(names or registry.names_for_auto))
+    return list(dict.fromkeys(names or registry.names))
 
 
 def choose_devices(names: list[str] | None) -> list[str]:

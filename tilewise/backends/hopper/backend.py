@@ -55,7 +55,12 @@ class Hopper:
         major, minor = torch.cuda.get_device_capability()
         if (major, minor) != (9, 0):
             return [Reason(rule, f"{major}.{minor}", "9.0", "The backend 'triton' runs on it.")]
-        return [*_triton_reasons(), *_shape_reasons(problem)]
+        reasons = [*_triton_reasons(), *_shape_reasons(problem)]
+        if not reasons and problem.options.backend == "auto":
+            from tilewise.backends.hopper.worth import reasons_for_auto
+
+            return reasons_for_auto(problem)
+        return reasons
 
     def plan(self, problem: Problem) -> Schedule:
         from tilewise.backends.hopper import launch_forward
@@ -135,9 +140,6 @@ def _shape_reasons(problem: Problem) -> list[Reason]:
         reasons.append(
             Reason("head dimensions (q and k, v)", f"{sizes}", f"multiples of 8 within one of {pairs}")
         )
-    elif max(sizes) <= 32 and problem.options.backend == "auto":
-        rule = "head dimensions that 'auto' brings here, since 64 are computed"
-        reasons.append(Reason(rule, f"{max(sizes)}", "above 32", "'triton' has smaller tiles."))
     if problem.options.pages:
         reasons.append(Reason("pools of pages", "pages", "none", "'triton' reads them."))
     if problem.options.layout == "dense" and (problem.options.seqused_q or problem.options.seqused_k):
