@@ -75,6 +75,8 @@ def is_decoding(problem: Problem) -> bool:
     s, options = problem.shape, problem.options
     if options.layout != "dense" or problem.spec.dropout or not problem.group or s.seqlen_q <= 0:
         return False
+    if s.seqlen_q > 1 and s.seqlen_k <= FEWEST_KEYS:
+        return False  # neither kernel has anything to split, and the other one's calls are prepared for
     rows = s.seqlen_q * problem.group
     return (rows <= MOST_ROWS or s.seqlen_q == 1) and s.seqlen_k >= 1 and s.head_dim > 0 < s.head_dim_v
 
