@@ -75,6 +75,16 @@ both = {**call, "block_table": table.expand(2, 64), "seqused_k": torch.tensor([6
 pair = attend_pages(q.expand(2, 2, 2, 16), k, v, backend="triton", batch_invariant=True, **both)[0]
 found["invariant"] = bool((pair[0] == invariant[0]).all())
 
+# float8 keys meet queries in float16, whose rows are brought into its range first.
+def narrow(lead):
+    q = torch.randn(2, 4, 2, 16).bfloat16() * torch.tensor([1e-6, 1e5, 1.0, 0.0]).view(4, 1, 1).bfloat16()
+    k, v = (torch.randn(70, 2, 16, 16).to(torch.float8_e4m3fn) for _ in "kv")
+    scale = torch.rand(*lead, 2) + 0.5
+    call = dict(block_table=table[:, :32], seqused_k=torch.tensor([300]).int(), k_scale=scale, v_scale=scale)
+    parts = [attend_pages(q[:1], k, v, backend=b, **call) for b in ("triton", "blockwise")]
+    return max(float((a.float() - b.float()).abs().amax() / b.float().abs().amax()) for a, b in zip(*parts))
+found["narrow"] = [narrow(()), narrow((70,))]
+
 # Joining: two parts of the same queries, as `merge` does; packed, with a sink, and where a part has seen nothing.
 def joined(shape, sink):
     from tilewise.backends.triton.launch_join import join
@@ -140,6 +150,10 @@ def test_splits_of_the_keys_are_merged_by_a_launch_of_its_own(interpreted):
     assert interpreted["splits"] < 1e-5
 
 
+def test_float8_keys_meet_bfloat16_queries_of_any_size(interpreted):
+    assert max(interpreted["narrow"]) < 2 * 2.0**-8  # the result is rounded to bfloat16
+
+
 def test_two_parts_are_joined_as_the_monoid_says(interpreted):
     assert all(interpreted["joined"])
 
@@ -203,6 +217,16 @@ def test_refusals_name_the_rule(options, word):
 
     reasons = reasons_against(_problem(Shape(1, 4, 2, 1, 64, 64, 64), **options))
     assert any(word in reason.rule for reason in reasons)
+
+
+def test_explain_says_who_reads_caches_on_hopper():
+    pool = torch.empty(40, 2, 16, 64, dtype=torch.bfloat16, device="meta")
+    plan = tw.explain(
+        torch.empty(2, 8, 1, 64, dtype=torch.bfloat16, device="meta"), pool, pool, pages=True, device="cuda",
+        block_table=torch.zeros(2, 20, dtype=torch.int32), seqused_k=torch.tensor([5, 9], dtype=torch.int32),
+    )  # fmt: skip
+    assert plan.backend == "triton"
+    assert any("pools of pages" in reason for reason in dict(plan.candidates)["hopper"])
 
 
 # ---- a prepared call -----------------------------------------------------------------------------------------
