@@ -119,6 +119,37 @@ def test_repeats_bit_by_bit_on_any_stream_and_in_graphs(mask):
     assert torch.equal(out, tw.attention(q, k, v, mask=mask, backend="hopper"))
 
 
+@pytest.mark.parametrize("d", (64, 96, 128, 256))
+@pytest.mark.parametrize("mask", (None, tw.causal()), ids=("full", "causal"))
+def test_programs_that_do_many_tiles_a_thousand_times(d, mask):
+    """More tiles than multiprocessors: what a program carries from one to the next, and races between them."""
+    q, k, v = (_drawn(4, 16, 700, d) for _ in range(3))
+    first = tw.attention(q, k, v, mask=mask, backend="hopper")
+    double = (t.double() for t in (q, k, v))
+    _close(first, tw.attention(*double, mask=mask, backend="blockwise"), torch.bfloat16)
+    differ = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        differ += (tw.attention(q, k, v, mask=mask, backend="hopper") != first).sum()
+    assert int(differ) == 0
+
+
+def test_many_tiles_that_meet_something_hidden():
+    q, k, v = (_drawn(4, 16, 700, 128) for _ in range(3))
+    clean = tw.attention(q, k, v, mask=tw.causal(), backend="hopper")
+    v[:, :, -2:] = float("nan")
+    out = tw.attention(q, k, v, mask=tw.causal(), backend="hopper")
+    assert torch.allclose(out[:, :, :-2], clean[:, :, :-2], atol=0.02)
+    assert out[:, :, -1].isnan().all()
+
+
+def test_auto_takes_large_calls():
+    q, k, v = (_drawn(4, 16, 2048, 128) for _ in range(3))
+    assert tw.explain(q, k, v, mask=tw.causal()).backend == "hopper"
+    named = tw.attention(q, k, v, mask=tw.causal(), backend="hopper")
+    assert torch.equal(tw.attention(q, k, v, mask=tw.causal()), named)
+    assert tw.explain(q[:, :, :64], k[:, :, :64], v[:, :, :64]).backend == "triton"
+
+
 def test_the_quick_way_gives_the_same_bits():
     from tilewise import quick
 
