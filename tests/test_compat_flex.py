@@ -318,3 +318,28 @@ def test_sizes_that_do_not_fit_are_refused():
         flex.flex_attention(q, q, q, return_lse=True, return_aux=flex.AuxRequest(lse=True))
     with pytest.raises(tw.OptionError, match="functions"):
         flex.and_masks(causal, 3)
+
+
+@pytest.mark.parametrize("base", [2.0, 0.5, 3])
+def test_a_number_to_a_symbolic_power(base):
+    """ALiBi's slopes as most people write them."""
+    q, k, v = (torch.randn(1, 4, 9, 8, dtype=torch.float64) for _ in range(3))
+    got = flex.flex_attention(
+        q, k, v, score_mod=lambda s, b, h, i, j: s + (j - i) * base ** (-8 * (h + 1) / 4)
+    )
+    slopes = base ** (-8 * (torch.arange(4, dtype=torch.float64) + 1) / 4)
+    row = torch.arange(9)
+    score = q @ k.mT / 8**0.5 + (row - row[:, None]) * slopes[:, None, None]
+    torch.testing.assert_close(got, torch.softmax(score, -1) @ v)
+    with pytest.raises(tw.SpecError, match="base is a positive number"):
+        flex.flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + (-base) ** h)
+
+
+def test_what_is_no_block_mask_is_refused():
+    q = torch.randn(1, 2, 16, 8)
+    for other in (torch.ones(16, 16, dtype=torch.bool), lambda b, h, i, j: i >= j):
+        with pytest.raises(tw.OptionError, match="create_block_mask"):
+            flex.flex_attention(q, q, q, block_mask=other)
+    for size in (0, "ab", (8, -1), (8, 8, 8)):
+        with pytest.raises(tw.OptionError, match="BLOCK_SIZE"):
+            flex.create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 16, 16, BLOCK_SIZE=size)

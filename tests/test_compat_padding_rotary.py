@@ -135,3 +135,14 @@ def test_refusals_name_the_tables():
         rotary.RotaryEmbedding(16)(
             x[:, :, None].expand(1, 9, 3, 2, 16).clone(), seqlen_offset=torch.tensor([1])
         )
+
+
+def test_rotary_refuses_other_shapes():
+    x, table = torch.zeros(2, 6, 4, 8), torch.ones(10, 4)
+    for given, options in (
+        (x[0], {}), (x, {"cu_seqlens": torch.tensor([0, 6])}), (x, {"seqlen_offsets": torch.tensor([1, 2, 3])}),
+    ):  # fmt: skip
+        with pytest.raises(tw.ShapeError, match="dimensions|seqlen_offsets"):
+            rotary.apply_rotary_emb(given, table, table, **options)
+    one = rotary.apply_rotary_emb(x + 1, table, table, seqlen_offsets=torch.tensor([1]))
+    assert torch.equal(one, rotary.apply_rotary_emb(x + 1, table, table, seqlen_offsets=1))

@@ -95,7 +95,8 @@ def flex_attention(
     key, value = _same_batch(query, key, value, enable_gqa)
     mask, sizes = None, sizes_of(query, key)
     if block_mask is not None:
-        block_mask = block_mask if isinstance(block_mask, BlockMask) else BlockMask.from_torch(block_mask)
+        if not isinstance(block_mask, BlockMask):
+            block_mask = _theirs(block_mask)
         check_sizes(block_mask, query, key)
         mask = block_mask.mask(sizes)
     scores = []
@@ -108,6 +109,16 @@ def flex_attention(
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None)
     return (out, lse) if return_lse else out
+
+
+def _theirs(block_mask: Any) -> BlockMask:
+    """torch's BlockMask as ours.  Raises OptionError for anything else."""
+    if not hasattr(block_mask, "kv_num_blocks"):
+        raise OptionError(
+            f"block_mask is a BlockMask, not a {type(block_mask).__name__}\n"
+            "Give create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)."
+        )
+    return BlockMask.from_torch(block_mask)
 
 
 def _same_batch(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor]:
@@ -146,7 +157,9 @@ def create_block_mask(
     sizes = (1 if B is None else B, 1 if H is None else H)
     if min(*sizes, Q_LEN, KV_LEN) < 0:
         raise ShapeError(f"sizes are not negative: B, H, Q_LEN, KV_LEN = {(*sizes, Q_LEN, KV_LEN)}")
-    blocks = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
+    blocks = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+    if len(blocks) != 2 or not all(isinstance(size, int) and size > 0 for size in blocks):
+        raise OptionError(f"BLOCK_SIZE is a positive int, or a pair of them, not {BLOCK_SIZE!r}")
     made = BlockMask(
         mask_mod, sizes, (Q_LEN, KV_LEN), blocks, device, separate_full_blocks=separate_full_blocks
     )

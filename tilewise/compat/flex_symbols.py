@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,13 @@ class Value(Symbol):
         return {"int": torch.int32, "float": torch.float32, "bool": torch.bool}[self.node.type]
 
     device, shape, ndim = torch.device("cpu"), torch.Size([]), 0
+
+    def __rpow__(self, base: Any) -> Value:
+        """A positive number to the power of this one."""
+        base = operand(base)
+        if isinstance(base, bool) or not isinstance(base, (int, float)) or not 0 < base < math.inf:
+            raise _refuse(f"{base!r} to a symbolic power cannot be written", "The base is a positive number.")
+        return _value(words.exp2(_value(self)._as("float") * math.log2(base)))  # type: ignore[no-any-return]
 
     def _as(self, kind: str) -> Value:
         return Value(ex.cast(self.node, kind))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilewise.compat.flash_spelling import check_rank
 from tilewise.errors import OptionError, ShapeError, message
 from tilewise.serving.rotary import locate, rotate
 
@@ -35,9 +36,14 @@ def apply_rotary_emb(
         cu_seqlens: (B + 1,) of packed sequences; max_seqlen is accepted and not needed.
 
     Returns: the rotated tensor (x itself with inplace).
-    Raises: ShapeError for positions beyond the tables.
+    Raises: ShapeError for positions beyond the tables, and for other shapes.
     """
-    offsets = seqlen_offsets.to(torch.int64) if isinstance(seqlen_offsets, Tensor) else None
+    check_rank(4 if cu_seqlens is None else 3, x=x)
+    batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if isinstance(seqlen_offsets, Tensor) and seqlen_offsets.shape not in ((batch,), (1,)):
+        given = {"x": x, "seqlen_offsets": seqlen_offsets}
+        raise ShapeError(message(f"seqlen_offsets is an int, or has shape ({batch},)", given))
+    offsets = seqlen_offsets.to(torch.int64).expand(batch) if isinstance(seqlen_offsets, Tensor) else None
     if cu_seqlens is not None:
         sequence, place = locate(cu_seqlens, x.shape[0])
         positions = place + (seqlen_offsets if offsets is None else offsets[sequence])
