@@ -137,27 +137,35 @@ def train(data: Tensor, vocabulary: int, options: argparse.Namespace, seed: int)
         runs[kind] = {"model": model, "losses": [], "seconds": [], "bytes": []}
         runs[kind]["optimiser"] = torch.optim.AdamW(model.parameters(), lr=options.rate)
     make = torch.Generator().manual_seed(seed)
-    for step in progress(range(options.steps), f"seed {seed}"):
-        starts = torch.randint(len(data) - options.context - 1, (options.batch,), generator=make)
-        batch = torch.stack([data[s : s + options.context + 1] for s in starts.tolist()]).to(options.device)
-        order = options.attention if step % 2 else options.attention[::-1]
-        for kind in order:
-            run = runs[kind]
-            run["optimiser"].zero_grad()
-            held = start_memory(batch.device)
-            before = time.perf_counter()
-            with sdpa_kernel(kind), torch.autocast(batch.device.type, dtype, enabled=dtype != torch.float32):
-                logits = run["model"](batch[:, :-1])
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-            loss.backward()
-            run["optimiser"].step()
-            run["losses"].append(float(loss.detach()))
-            synchronise(batch.device)
-            run["seconds"].append(time.perf_counter() - before)
-            del logits, loss
-            if batch.device.type == "cuda":
-                run["bytes"].append(torch.cuda.max_memory_allocated(batch.device) - held)
+    try:
+        for step in progress(range(options.steps), f"seed {seed}"):
+            starts = torch.randint(len(data) - options.context - 1, (options.batch,), generator=make)
+            batch = torch.stack([data[s : s + options.context + 1] for s in starts.tolist()])
+            for kind in options.attention if step % 2 else options.attention[::-1]:
+                train_step(kind, runs[kind], batch.to(options.device), dtype)
+    except KeyboardInterrupt:  # the steps that all models have done are reported
+        done = min(len(run["seconds"]) for run in runs.values())
+        for run in runs.values():
+            for name in ("losses", "seconds", "bytes"):
+                del run[name][done:]
     return runs
+
+
+def train_step(kind: str, run: dict[str, Any], batch: Tensor, dtype: torch.dtype) -> None:
+    """One step of a model; its loss, seconds and, on a GPU, bytes at the peak go to `run`."""
+    run["optimiser"].zero_grad()
+    held = start_memory(batch.device)
+    before = time.perf_counter()
+    with sdpa_kernel(kind), torch.autocast(batch.device.type, dtype, enabled=dtype != torch.float32):
+        logits = run["model"](batch[:, :-1])
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+    loss.backward()
+    run["optimiser"].step()
+    run["losses"].append(float(loss.detach()))
+    synchronise(batch.device)
+    run["seconds"].append(time.perf_counter() - before)
+    if batch.device.type == "cuda":
+        run["bytes"].append(torch.cuda.max_memory_allocated(batch.device) - held)
 
 
 def start_memory(device: torch.device) -> int:
