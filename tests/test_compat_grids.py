@@ -1,7 +1,8 @@
 """What is large in the grids of flash_attn's own suites: long rows, long caches, many splits, wide heads, repeats.
 
 These run with `-m slow`, a seeded sample of each grid; TILEWISE_GRIDS=10 takes ten times as many points of every grid
-of the compat tests, TILEWISE_GRIDS=all every point.
+of the compat tests; TILEWISE_GRIDS=triples as many (3617) as it takes to have every three values of different axes
+together; TILEWISE_GRIDS=all every point, a million.
 """
 
 from __future__ import annotations
