@@ -227,7 +227,7 @@ class Call:
                 *self.written(dk), *self.written(dv), *self.sizes, key_tiles,
                 self.tiles.swizzle, *self.offsets, *self.factors,
             )  # fmt: skip
-            constants = {"SITES": sites, "TMA": tma, "CAREFUL": careful}
+            constants: dict[str, Any] = {"SITES": sites, "TMA": tma, "CAREFUL": careful}
             registers = 0 if careful else self.tiles.registers
             self.launch(KEYS, tiles, self.grid(units * key_tiles, careful), values, registers, **constants)
         return dk, dv, sums
@@ -253,7 +253,13 @@ class Call:
                 *self.strides, *self.written(dq), *strides, *self.sizes, row_tiles,
                 self.tiles.swizzle, *self.offsets, *self.factors,
             )  # fmt: skip
-            constants = {"SITES": sites, "PAIR": pair, "PAIR_STEP": step, "TMA": tma, "CAREFUL": careful}
+            constants: dict[str, Any] = {
+                "SITES": sites,
+                "PAIR": pair,
+                "PAIR_STEP": step,
+                "TMA": tma,
+                "CAREFUL": careful,
+            }
             self.launch(ROWS, tiles, self.grid(units * row_tiles, careful), values, **constants)
         return dq, sums
 
