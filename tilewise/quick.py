@@ -45,17 +45,18 @@ class Known(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, numbers: Numbers, seed: None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = numbers.run(*tensors[:3], tensors[3:], True)  # type: ignore[misc]
+        run: Any = numbers.run
+        out, lse = run(*tensors[:3], tensors[3:], True)
         ctx.numbers = numbers
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(seed, out, lse, *tensors)
-        return out, lse  # type: ignore[return-value]
+        return out, lse
 
     backward = staticmethod(Attention.backward)
 
 
 # Without a transform's binding of arguments (`ops.apply`).
-apply = super(torch.autograd.Function, Known).apply  # type: ignore[misc]
+apply: Any = super(torch.autograd.Function, Known).apply
 
 
 class Ready(NamedTuple):
