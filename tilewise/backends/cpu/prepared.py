@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tilewise.backends.cpu import launch, pool
-from tilewise.backends.cpu.isa import detect
+from tilewise.backends.cpu.isa import detect, uses_pairs
 from tilewise.backends.cpu.parameters import SEGMENT, P
 from tilewise.backends.cpu.slots import fill
 
@@ -123,7 +123,7 @@ class Forward:
         self._combine = functools.partial(launch.kernel, isa, "combine", dtype)
         self._heads = s.num_heads_q
         work = launch.work_of(problem)
-        if launch.uses_pairs(isa, dtype) and not decode:
+        if uses_pairs(isa, dtype) and not decode:
             work = max(work, self._tasks * launch.LEAST_OF_PAIRS)
         self._most_threads = 1 if work < launch.ALONE else self._tasks
         self._keeps_scratch = work <= KEPT
