@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,15 +117,8 @@ def _compiled() -> Callable[[Append], Tensor | None] | None:
 
 
 def prepare(inputs: Append) -> Callable[[Append], Tensor | None] | None:
-    """A function for appends like this one, which was done; None where there is none that is quicker.
-
-    On a GPU by TILEWISE_PREPARED_APPEND=1 alone, until its launches have run there.
-    """
-    if (
-        inputs.k.device.type != "cuda"
-        or _compiled() is None
-        or not os.environ.get("TILEWISE_PREPARED_APPEND")
-    ):
+    """A function for appends like this one, which was done; None where there is none that is quicker."""
+    if inputs.k.device.type != "cuda" or _compiled() is None:
         return None
     return getattr(importlib.import_module("tilewise.backends.triton.launch_append"), "prepare", _nothing)(
         inputs

@@ -99,9 +99,7 @@ class Triton:
         from tilewise.backends.triton import launch_decode, prepared, prepared_decode
 
         if launch_decode.takes(problem, inputs):
-            # Not run on a GPU yet, so not without being asked for.
-            asked = os.environ.get("TILEWISE_PREPARED_DECODE") == "1"
-            return prepared_decode.prepare(problem, inputs) if asked else None
+            return prepared_decode.prepare(problem, inputs)
         return prepared.prepare(problem, inputs)
 
     def backward(
