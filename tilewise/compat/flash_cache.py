@@ -242,9 +242,10 @@ def _append(step: Step, cache: Cache, present: Tensor, rotary: Rotary | None, mo
             "q": q, "cu_seqlens_q": step.cu_seqlens_q, "cos": rotary.cos, "sin": rotary.sin, "first": start,
             "interleaved": rotary.interleaved, "positions_q": _query_positions(step, start, moving),
         }  # fmt: skip
-    scales = {} if stored else {"k_scale": view.k_scale, "v_scale": view.v_scale}
+    if not stored:
+        turning |= {"k_scale": view.k_scale, "v_scale": view.v_scale}
     turned = append(
-        Append(k, v, view.k, view.v, present, view.block_table, edges, **turning, **scales),
+        Append(k, v, view.k, view.v, present, view.block_table, edges, **turning),
         trusted=not view.k.is_cpu,
     )
     return q if turned is None else turned, present + added
