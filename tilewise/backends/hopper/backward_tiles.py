@@ -66,8 +66,9 @@ def plan_backward(problem: Problem) -> BackwardPlan:
         d = dv = max(d, dv)
     narrow, o, spec = max(d, dv) <= WIDEST_HALVES, problem.options, problem.spec
     adds = narrow and not (o.deterministic or o.batch_invariant)
-    # Narrow heads leave room for the scores of 128 rows, but not for slopes of terms beside them.
-    rows = 128 if adds and d == 64 and spec.score is None else 64
+    # Narrow heads leave room for the scores of 128 rows, but not for slopes of terms beside them. Packed sequences were
+    # not run with them.
+    rows = 128 if adds and d == 64 and spec.score is None and o.layout == "dense" else 64
     # Shared memory holds a third tile of rows, or the next tile of keys, which is wanted sooner where walks are short.
     walk = s.seqlen_q // (s.batch if o.layout == "varlen" else 1)
     long = d == dv == 128 and walk >= (LONG if spec.keep is None else 2 * LONG)
