@@ -292,6 +292,21 @@ def test_leaves_as_long_as_the_call_are_read_by_vectors():
     assert "inside(k" in _function(_text(None, (by_position,)), "score")
 
 
+@pytest.mark.parametrize("rows, stages", [(1, 3), (256, 2)])
+def test_a_bias_per_key_leaves_room_for_three_stages(rows, stages, monkeypatch):
+    """Three stages and two programs fill a multiprocessor's shared memory; only an element per pair takes of it."""
+    from tilewise.backends.triton import launch_forward
+    from tilewise.backends.triton.machine import Machine
+    from tilewise.backends.triton.tiles import choose
+
+    machine = Machine("cuda", 90, 232448, 132)
+    tensors = [torch.zeros(8, 16, 256, 128, dtype=torch.bfloat16) for _ in range(3)]
+    terms = (tw.bias(torch.zeros(1, 1, rows, 256, dtype=torch.bfloat16)),)
+    problem, inputs = _problem(None, terms, tensors)
+    pairs = launch_forward._has_pairs(problem, launch_forward.slots_of(problem, inputs))
+    assert choose(problem, machine, True, pairs).stages == stages
+
+
 def test_a_bias_per_pair_is_loaded_ahead_by_vectors(monkeypatch, no_driver):
     from tilewise.backends.triton.machine import Machine
 

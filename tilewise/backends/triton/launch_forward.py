@@ -20,7 +20,7 @@ from tilewise.backends.triton.launch import (
     precision_of,
     tables,
 )
-from tilewise.backends.triton.layout import Slots, describe, fill, powers_of
+from tilewise.backends.triton.layout import Slots, describe, fill, pairwise_dims, powers_of
 from tilewise.backends.triton.machine import machine_of
 from tilewise.backends.triton.source import Entry, argument_types
 from tilewise.problem import empty_in_order
@@ -206,9 +206,11 @@ def _parts(problem: Problem, inputs: Inputs, splits: int) -> tuple[Tensor, Tenso
 
 
 @functools.lru_cache(maxsize=4096)
-def schedule(problem: Problem, machine: Any, vectors: bool = True) -> tuple[Tiles, tuple[int, int]]:
-    """Tiles and splits of a problem on a machine; vectors: whether its rows can be read by 16 bytes."""
-    tiles = choice.choose(problem, machine, vectors)
+def schedule(
+    problem: Problem, machine: Any, vectors: bool = True, pairs: bool | None = None
+) -> tuple[Tiles, tuple[int, int]]:
+    """Tiles and splits of a problem on a machine; vectors, pairs: as `tiles.choose` takes them."""
+    tiles = choice.choose(problem, machine, vectors, pairs)
     return tiles, choice.splits_of(problem, tiles, machine)
 
 
@@ -217,7 +219,7 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     device = max(inputs.q.get_device(), 0)
     tensors = (inputs.q, inputs.k, inputs.v)
     step = step_of(problem, tensors)
-    tiles, (splits, split_tiles) = schedule(problem, machine_of(device), step > 1)
+    tiles, (splits, split_tiles) = schedule(problem, machine_of(device), step > 1, _has_pairs(problem, slots))
     result = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
     if splits == 1:
         out = result
@@ -272,6 +274,12 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
         run, again, kept, types, units * rows * splits, splits, tiles, tma, strides.step > 1,
         result.stride(), slots, problem,
     )  # fmt: skip
+
+
+def _has_pairs(problem: Problem, slots: Slots) -> bool:
+    """Whether a leaf has an element of its own for each pair: one that is broadcast along rows or columns has not."""
+    moving = zip(pairwise_dims(problem.spec), slots.leaves, strict=True)
+    return any(len(dims - set(layout.still)) > 1 for dims, layout in moving)
 
 
 def _shared_values(

@@ -60,8 +60,9 @@ def keys_per_sequence(problem: Problem) -> int:
     return s.seqlen_k if problem.options.layout == "dense" else -(-s.seqlen_k // max(s.batch, 1))
 
 
-def choose(problem: Problem, machine: Machine, vectors: bool = True) -> Tiles:
-    """The tiles of the forward kernel; vectors: whether rows of q, k and v can be read by 16 bytes."""
+def choose(problem: Problem, machine: Machine, vectors: bool = True, pairs: bool | None = None) -> Tiles:
+    """The tiles of the forward kernel; vectors: whether rows of q, k and v can be read by 16 bytes; pairs: whether a
+    leaf has an element for each pair, None where only the spec is known."""
     d, dv = padded(problem.shape.head_dim), padded(problem.shape.head_dim_v)
     invariant = problem.options.batch_invariant and problem.options.layout == "varlen"
     rows = 1 << 30 if invariant else rows_per_sequence(problem)
@@ -78,7 +79,8 @@ def choose(problem: Problem, machine: Machine, vectors: bool = True) -> Tiles:
     elif problem.dtype == torch.float32 or (machine.kind == "cuda" and machine.arch < 80):
         found = _ordinary(d, dv, block_m)
     else:
-        found = _narrow(problem, d, dv, block_m, machine)
+        crowded = problem.spec.dropout or (_reads(problem) > 1 if pairs is None else pairs)
+        found = _narrow(problem, d, dv, block_m, machine, crowded)
     return fit(found._replace(packed=packed), d, dv, problem.dtype.itemsize, machine)
 
 
@@ -99,7 +101,7 @@ def _ordinary(d: int, dv: int, block_m: int) -> Tiles:
     return Tiles(min(block_m, size), size, 4, 2)
 
 
-def _narrow(problem: Problem, d: int, dv: int, block_m: int, machine: Machine) -> Tiles:
+def _narrow(problem: Problem, d: int, dv: int, block_m: int, machine: Machine, crowded: bool) -> Tiles:
     """float16 and bfloat16. Source: sweeps on an H200 (block_m x block_n, warps, stages at N = 16384)."""
     widest = max(d, dv)
     if block_m <= 32:
@@ -115,18 +117,14 @@ def _narrow(problem: Problem, d: int, dv: int, block_m: int, machine: Machine) -
         return Tiles(block_m, 64, 8 if block_m == 128 and widest > 64 else 4, 3)
     if widest > 64:
         # Two programs of 64 rows share a multiprocessor, and one computes while the other waits; with three stages
-        # they fit exactly, so where more than keys and values goes through shared memory, there are two.
-        return Tiles(min(block_m, 64), 64, 4, 2 if _stages_more(problem) else 3)
+        # they fit exactly, so there are two where a leaf's element for each pair, or dropout's words, pass through
+        # shared memory.
+        return Tiles(min(block_m, 64), 64, 4, 2 if crowded else 3)
     if _reads(problem):
         # A line with an element for each thread gets a layout of its own, and then Triton 3.6 moves the scores to it.
         return Tiles(min(block_m, 64), 64, 4, 3)
     plain = problem.spec.keep is None and problem.spec.score is None
     return Tiles(min(block_m, 64), 128, 4, 2 if plain else 3)
-
-
-def _stages_more(problem: Problem) -> bool:
-    """Whether a leaf with an element for each pair is read, or dropout's words are exchanged among threads."""
-    return problem.spec.dropout or _reads(problem) > 1
 
 
 def _reads(problem: Problem) -> int:
