@@ -163,27 +163,6 @@ def test_products_of_pairs_compile(cpu: str, more: str, way: str, word: str, lea
     assert all(c["rsp"] == 0 for c in counts if c[word])
 
 
-PEAK = """
-import llvmlite.binding as llvm
-from tilewise.backends.cpu import machine_code
-from tilewise.backends.cpu.isa import detect
-from tilewise.backends.cpu.peaks import CHAINS, _products
-isa = detect()
-text = machine_code._target(isa).emit_assembly(llvm.parse_assembly(_products(isa, True)))
-count = text.count("vdpbf16ps")
-print(count >= CHAINS and count % CHAINS == 0, "rsp" in text)
-"""
-
-
-def test_peak_of_dot_products() -> None:
-    """The loop that measures their rate holds nothing else than them."""
-    import platform
-
-    if platform.machine() not in ("x86_64", "AMD64"):
-        pytest.skip("an x86 target on another machine")
-    assert run(PEAK, NUMBA_CPU_NAME="znver4", NUMBA_CPU_FEATURES=WIDE).split() == ["True", "False"]
-
-
 # ---- partial results and packed sequences ------------------------------------------------------------------------
 
 
