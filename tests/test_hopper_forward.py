@@ -111,8 +111,9 @@ def test_auto_brings_here_what_was_measured():
         "rows of a sequence": _problem(512, 128, batch=64),
         "operations": _problem(1024, 64, batch=1),
         "head dimensions": _problem(8192, 32),
-        "for each pair or column": _problem(4096, 128, tw.document(ids)),
+        "for each pair or column": _problem(4096, 128, tw.causal() & tw.document(ids)),
         "gradients": _problem(4096, 128, tw.causal(), tw.alibi(slopes), needs_grad=True),
+        "upper bound": _problem(4096, 128, tw.window(100, None)),
     }
     for problem in taken:
         assert reasons_for_auto(problem) == []

@@ -1,9 +1,12 @@
 """Which of the calls that the Hopper kernels take `backend="auto"` brings to them: those whose kind was measured faster
-than the Triton backend's on an H200 (docs/hopper.md). A call that names the backend has it whatever stands here."""
+than the Triton backend's on an H200, and whose results were compared with float64 there in the kernels' last form
+(docs/hopper.md). A call that names the backend has it whatever stands here."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import torch
 
 from tilewise.backends.hopper.algebra import along_row, mask_of, score_of
 from tilewise.backends.protocol import Reason
@@ -37,6 +40,10 @@ def reasons_for_auto(problem: Problem) -> list[Reason]:
         because("rows of a sequence", f"{rows}", f"at least {LEAST_ROWS}")
     if work < LEAST_WORK:
         because("operations", f"{work:.1e}", f"at least {LEAST_WORK:.0e}")
+    if problem.options.layout != "dense":
+        because("sequences", "packed", "dense")
+    if endless(problem.spec):
+        because("masks", "rows whose columns have no upper bound", "columns bounded above, as by causal()")
     if reads_pairs(problem.spec):
         because(
             "what a mask or term reads",
@@ -45,7 +52,14 @@ def reasons_for_auto(problem: Problem) -> list[Reason]:
         )
     if problem.needs_grad and (problem.spec.score is not None or problem.spec.leaves):
         because("gradients", "score terms or masks that read tensors", "masks of positions")
+    if problem.needs_grad and (problem.spec.sink or problem.dtype != torch.bfloat16):
+        because("gradients", f"{problem.dtype}{' and a sink' * problem.spec.sink}", "bfloat16, no sink")
     return reasons
+
+
+def endless(spec: AttentionSpec) -> bool:
+    """Whether a mask leaves rows columns without an upper bound."""
+    return spec.keep is not None and not any(n.sign > 0 or n.op == "eq" for n in mask_of(spec.keep).lines)
 
 
 def reads_pairs(spec: AttentionSpec) -> bool:
