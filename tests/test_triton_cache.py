@@ -334,3 +334,17 @@ def test_a_prepared_call_hands_the_kernel_what_the_long_way_does(monkeypatch):
             assert own or found[name] == wanted, name
         room = 4 * recipe.plan.parts(recipe.units) * recipe.plan.rows * 64
         assert found["part_lse_ptr"] - found["part_ptr"] == room and found["count_ptr"]
+
+
+@pytest.mark.parametrize("mask, sees", [
+    (tw.causal(), True), (tw.custom(lambda q, k: k <= q), True), (tw.causal() & tw.causal(), True),
+    (~tw.causal(), False), (tw.causal() & tw.window(4, 0), False), (None, False),
+])  # fmt: skip
+def test_a_mask_is_left_out_over_the_last_row_alone_and_for_what_it_says(mask, sees):
+    """By its expression, whatever it is called: what hides every key is no causal mask."""
+    from tilewise.backends.triton.decode_plan import last_row_sees_all
+
+    spec = AttentionSpec.parse(spec_text(as_mask(mask), (), False, False))
+    for rows in (1, 2):
+        problem = Problem(spec, Options(), Shape(2, 4, 2, rows, 512, 64, 64), torch.bfloat16, "cuda")
+        assert last_row_sees_all(problem) == (sees and rows == 1)

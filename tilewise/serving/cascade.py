@@ -62,8 +62,8 @@ def attend_cascade(
     first = attend_view(
         head, folded.transpose(0, 1)[None], None, (None, scores, None), options, random, True, partial=True
     )
-    names = () if mask.term is None else AttentionSpec.parse(spec_text(mask, (), False, False)).names
-    if not set(names) <= {"causal"}:  # what looks at differences alone needs no true positions
+    visible = AttentionSpec.parse(spec_text(mask, (), False, False))
+    if visible.keep is not None and not visible.hides_later_keys_alone:  # those need no true positions
         named |= {"k_offset": prefix, "q_offset": _first_positions(view, q, cu_seqlens_q)}
     after = view.lengths - prefix
     tail = CacheView(view.k, view.v, after, table[:, prefix // size :], None, *scales, trusted=view.trusted)

@@ -30,6 +30,10 @@ class LeafType(NamedTuple):
     ndim: int
 
 
+_UP_TO_ROW = ex.apply("le", ex.variable("k"), ex.variable("q"))
+"""Nodes are interned: equal trees are one object."""
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
     """The masked, biased, dropped-out softmax attention that a call asks for.
@@ -55,6 +59,11 @@ class AttentionSpec:
 
     def __reduce__(self) -> tuple[object, ...]:
         return AttentionSpec.parse, (self.text,)
+
+    @property
+    def hides_later_keys_alone(self) -> bool:
+        """Whether the mask is `k <= q` and nothing else, whatever it is called."""
+        return self.keep is _UP_TO_ROW
 
     @property
     def variables(self) -> frozenset[str]:

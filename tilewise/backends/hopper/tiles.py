@@ -84,13 +84,17 @@ def hard(spec: AttentionSpec) -> bool:
     )
 
 
-def default(pair: tuple[int, int], spec: AttentionSpec) -> Tiles:
-    """The tiles where no table says others."""
+def reads_pairs(spec: AttentionSpec) -> bool:
+    """Whether anything is loaded for each pair or column, rather than for a row."""
     score, mask = score_of(spec.score, spec.keep), mask_of(spec.keep)
     each = [n for n in (score.core, score.rest, mask.other) if n is not None]
-    loads = any(not along_row(site) for site in ex.loads(*each))
+    return any(not along_row(site) for site in ex.loads(*each))
+
+
+def default(pair: tuple[int, int], spec: AttentionSpec) -> Tiles:
+    """The tiles where no table says others."""
     terms = spec.score is not None and (pair not in LIGHT or hard(spec))
-    return (FOLDING if loads or terms else PLAIN)[pair]
+    return (FOLDING if terms or reads_pairs(spec) else PLAIN)[pair]
 
 
 def pair_of(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:

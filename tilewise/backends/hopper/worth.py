@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tilewise.backends.hopper.algebra import along_row, mask_of, score_of
+from tilewise.backends.hopper.algebra import mask_of
+from tilewise.backends.hopper.tiles import reads_pairs
 from tilewise.backends.protocol import Reason
-from tilewise.spec import expression as ex
 
 if TYPE_CHECKING:
     from tilewise.problem import Problem
@@ -60,10 +60,3 @@ def reasons_for_auto(problem: Problem) -> list[Reason]:
 def endless(spec: AttentionSpec) -> bool:
     """Whether a mask leaves rows columns without an upper bound."""
     return spec.keep is not None and not any(n.sign > 0 or n.op == "eq" for n in mask_of(spec.keep).lines)
-
-
-def reads_pairs(spec: AttentionSpec) -> bool:
-    """Whether anything is loaded for each pair or column, rather than for a row."""
-    score, mask = score_of(spec.score, spec.keep), mask_of(spec.keep)
-    each = [n for n in (score.core, score.rest, mask.other) if n is not None]
-    return any(not along_row(site) for site in ex.loads(*each))

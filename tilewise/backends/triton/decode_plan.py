@@ -83,7 +83,7 @@ def is_decoding(problem: Problem) -> bool:
 
 def last_row_sees_all(problem: Problem) -> bool:
     """Whether the mask hides nothing of the one row of a sequence, where that row lines up with the last key."""
-    return problem.shape.seqlen_q == 1 and set(problem.spec.names) == {"causal"}
+    return problem.shape.seqlen_q == 1 and problem.spec.hides_later_keys_alone
 
 
 def reasons_against(problem: Problem) -> list[Reason]:
