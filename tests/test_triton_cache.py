@@ -276,7 +276,9 @@ def _captured(monkeypatch) -> list[tuple[int, int, bytes]]:
     return seen
 
 
-def test_a_prepared_call_hands_the_kernel_what_the_long_way_does(monkeypatch):
+@pytest.mark.parametrize("before", (0, 7))
+def test_a_prepared_call_hands_the_kernel_what_the_long_way_does(before, monkeypatch):
+    """before: columns of the block table that the call leaves out; a part of a table is read where it lies."""
     import struct
 
     from tilewise.backends.triton import launch_decode, prepared_decode
@@ -290,6 +292,7 @@ def test_a_prepared_call_hands_the_kernel_what_the_long_way_does(monkeypatch):
         q, k, v = torch.randn(2, 8, 1, 64), torch.randn(130, 2, 16, 64), torch.randn(130, 2, 16, 64)
         tensors = [t.to(torch.bfloat16) for t in (q, k, v)]
         lengths, table = torch.tensor([5, 900]).int(), torch.randperm(128).reshape(2, 64).int()
+        table = torch.cat([torch.full((2, before), -1).int(), table], 1)[:, before:]
         return Inputs(
             *tensors,
             (),
@@ -332,6 +335,7 @@ def test_a_prepared_call_hands_the_kernel_what_the_long_way_does(monkeypatch):
             own = name in ("part_ptr", "part_lse_ptr", "count_ptr")
             wanted = value.data_ptr() if isinstance(value, torch.Tensor) else value
             assert own or found[name] == wanted, name
+        assert (found["table_ptr"], found["table_b"]) == (inputs.block_table.data_ptr(), 64 + before)
         room = 4 * recipe.plan.parts(recipe.units) * recipe.plan.rows * 64
         assert found["part_lse_ptr"] - found["part_ptr"] == room and found["count_ptr"]
 

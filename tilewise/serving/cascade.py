@@ -56,9 +56,10 @@ def attend_cascade(
     mask = as_mask(mask)
     _refuse(view, q, cu_seqlens_q, mask, scores, prefix)
     folded = q if cu_seqlens_q is not None else q.transpose(1, 2).flatten(0, 1)
-    one = torch.full((1,), prefix, dtype=torch.int32, device=q.device)
     scales = (view.k_scale, view.v_scale)
-    head = CacheView(view.k, view.v, one, table[:1, : prefix // size], None, *scales, trusted=view.trusted)
+    # Its pages are full: no length to say, and on a GPU none to make.
+    full: Any = None
+    head = CacheView(view.k, view.v, full, table[:1, : prefix // size], None, *scales, trusted=view.trusted)
     first = attend_view(
         head, folded.transpose(0, 1)[None], None, (None, scores, None), options, random, True, partial=True
     )

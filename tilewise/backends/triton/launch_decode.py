@@ -138,6 +138,7 @@ def _kind_of(problem: Problem, inputs: Inputs) -> tuple[object, ...]:
     )  # fmt: skip
     key += tuple(t.dtype if isinstance(t, torch.Tensor) else t is None for t in others)
     key += tuple(t.dim() for t in (inputs.k_scale, inputs.v_scale) if t is not None)
+    key += () if inputs.block_table is None else inputs.block_table.stride()
     key += tuple((t.dtype, t.shape, t.stride(), t.data_ptr() & 15 == 0) for t in inputs.leaves)
     return key
 
@@ -266,7 +267,7 @@ def _shared_values(
     """All arguments of a call but out, lse and the splits' room."""
     s, (step, step_q) = problem.shape, steps
     pages, size = inputs.k.shape[0], inputs.k.shape[2]
-    table = inputs.block_table
+    table = _in_rows(inputs.block_table)
     q_strides, o_strides = four_strides(problem, inputs.q), four_strides(problem, out)
     rows = s.seqlen_q
     strides = [
@@ -274,7 +275,7 @@ def _shared_values(
         *(x // step for x in inputs.k.stride()[:3]), *(x // step for x in inputs.v.stride()[:3]),
         *(x // step_q for x in o_strides[:3]), o_strides[3],
         0 if problem.options.layout == "varlen" else s.num_heads_q * rows, rows,
-        0 if table is None else table.shape[1], *_scale_strides(inputs.k_scale), *_scale_strides(inputs.v_scale),
+        0 if table is None else table.stride(0), *_scale_strides(inputs.k_scale), *_scale_strides(inputs.v_scale),
     ]  # fmt: skip
     return [
         inputs.q, inputs.k, inputs.v, None, None, None, None, None, None, *_optional(problem, inputs), *strides,
@@ -307,8 +308,13 @@ def _optional(problem: Problem, inputs: Inputs) -> list[Tensor | None]:
         _contiguous(inputs.sink), per_batch(inputs.q_offset, batch), per_batch(inputs.k_offset, batch),
         per_batch(inputs.cu_seqlens_q, 1), per_batch(inputs.seqused_q, batch), per_batch(inputs.seqused_k, batch),
         per_batch(inputs.leftpad_k, batch),
-        _contiguous(inputs.block_table), _contiguous(k_scale), _contiguous(v_scale),
+        _in_rows(inputs.block_table), _contiguous(k_scale), _contiguous(v_scale),
     ]  # fmt: skip
+
+
+def _in_rows(table: Tensor | None) -> Tensor | None:
+    """A block table whose rows are each in one piece, wherever they lie: columns of a larger one are read in place."""
+    return table if table is None or table.stride(1) == 1 else table.contiguous()
 
 
 def _contiguous(t: Tensor | None) -> Tensor | None:

@@ -77,6 +77,10 @@ class PreparedDecode:
         )
         self.extra = [slots[len(DECODE.arguments) + at] for at in recipe.slots.leaf_at]
         self.extra += [slots[AT[POINTERS[name]]] for name in problem.tensor_names]
+        count = len(problem.spec.leaves)
+        table = inputs.block_table
+        self.table_at = count + problem.tensor_names.index("block_table") if table is not None else -1
+        self.table_strides = None if table is None or table.stride(1) != 1 else table.stride()
         self.aligned_leaves = [layout.step > 1 for layout in recipe.slots.leaves]
         nothing = inputs.q.new_empty(0)
         self.others = replace(inputs, q=nothing, k=nothing, v=nothing, leaves=())
@@ -88,7 +92,9 @@ class PreparedDecode:
         addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr())
         fits = not (self.recipe.aligned and (addresses[0] | addresses[1] | addresses[2]) & 15)
         if extra:
-            fits = fits and all([t.is_contiguous() for t in extra[len(self.aligned_leaves) :]])
+            for at, t in enumerate(extra[len(self.aligned_leaves) :], len(self.aligned_leaves)):
+                as_laid = t.stride() == self.table_strides if at == self.table_at else t.is_contiguous()
+                fits = fits and as_laid
             for aligned, t in zip(self.aligned_leaves, extra, strict=False):
                 fits = fits and not (aligned and t.data_ptr() & 15)
         if self.precision is not None:
