@@ -109,59 +109,6 @@ def test_terms_and_their_gradients(group: int) -> None:
         torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("shape", [(130, 1100), (1, 1, 130, 1100), (2, 1, 130, 1100), (1100,)])
-def test_gradient_of_a_bias_that_heads_share(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a sum per task would be too large, heads add to one sum in turn, and the reference is not asked."""
-    from tilewise.backends.cpu import launch_backward
-    from tilewise.backends.reference.blockwise import Blockwise
-
-    monkeypatch.setattr(launch_backward, "LARGEST_PARTS", 0)
-    q, k, v = draw(2, 4, 2, 130, 1100, 16, 16)
-    found = []
-    for dtype, backend in ((torch.float64, "naive"), (torch.float32, "cpu")):
-        if backend == "cpu":
-            monkeypatch.setattr(Blockwise, "backward", lambda *a: pytest.fail("the reference was asked"))
-        torch.manual_seed(1)
-        bias = torch.randn(shape).to(dtype).requires_grad_()
-        inputs = [t.to(dtype).requires_grad_() for t in (q, k, v)]
-        out = tw.attention(*inputs, scores=tw.bias(bias), mask=tw.causal(), backend=backend)
-        weights = torch.linspace(-1, 1, out.numel()).view(out.shape).to(dtype)
-        found.append(torch.autograd.grad(out, [*inputs, bias], weights))
-    for want, got in zip(*found, strict=True):
-        torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-5)
-
-
-PAIR_LEAVES: dict[str, tuple] = {
-    "by rows": (lambda s, i, j, t: s + t[i, j], (37, 83), {}),
-    "by columns": (lambda s, i, j, t: s + t[j, i], (83, 37), {}),
-    "by positions, clamped": (lambda s, i, k, t: s * t[i, k], (37, 50), {"k_offset": -20, "q_offset": 5}),
-    "twice, masked": (
-        lambda s, i, k, t: s * t[i, k] + tw.tanh(t[i, k]),
-        (37, 150),
-        {"k_offset": 20, "q_offset": 5, "mask": tw.window(30, 30)},
-    ),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", PAIR_LEAVES)
-def test_gradient_of_a_leaf_of_one_number_a_pair(
-    kind: str, dtype: torch.dtype, poisoned_memory: None
-) -> None:
-    """Leaves that are turned, whole groups of keys and the rest: the leaf's gradient and those of q, k and v."""
-    term, shape, options = PAIR_LEAVES[kind]
-    tensors = [t.to(dtype) for t in (*draw(1, 2, 1, 37, 83, 16, 24), torch.randn(shape))]
-    found = []
-    for wide, backend in ((torch.float64, "naive"), (dtype, "cpu")):
-        *inputs, leaf = leaves = [t.to(wide).requires_grad_() for t in tensors]
-        out = tw.attention(*inputs, scores=tw.custom_score(term, leaf), backend=backend, **options)
-        weights = torch.linspace(-1, 1, out.numel()).view(out.shape).to(wide)
-        found.append(torch.autograd.grad(out, leaves, weights))
-    for want, got in zip(*found, strict=True):
-        bound = (1e-5 if dtype == torch.float32 else 2e-2) * float(want.abs().max())
-        torch.testing.assert_close(got.double(), want, atol=bound, rtol=0)
-
-
 def test_words_are_accurate_and_exact_at_the_ends() -> None:
     """tanh, exp2 and log2 of scores from tiny to huge, and -inf exactly where it belongs."""
     q = torch.ones(1, 1, 1, 1)

@@ -241,20 +241,3 @@ def test_sources_replaced_under_a_running_process(monkeypatch: pytest.MonkeyPatc
     machine_code._sources.cache_clear()
     monkeypatch.setattr(Path, "read_bytes", lambda _: b"another release")
     assert machine_code._key(detect(), "fold") == before
-
-
-def test_gradient_of_a_leaf_read_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two splits of the keys would add to one element at one time: each has a sum of its own."""
-    from tilewise.backends.cpu import launch_backward
-
-    owned, said = launch_backward.owned, []
-    monkeypatch.setattr(launch_backward, "owned", lambda *a: said.append(owned(*a)) or said[-1])
-    tensors = (*(torch.randn(1, 1, 1100, 8) for _ in range(3)), torch.randn(1100, 1100))
-    found = []
-    for dtype, backend in ((torch.float64, "naive"), (torch.float32, "cpu")):
-        q, k, v, leaf = (t.to(dtype).requires_grad_() for t in tensors)
-        term = tw.custom_score(lambda s, i, j, t: s + t[i, j] + t[j, i], leaf)
-        out = tw.attention(q, k, v, scores=term, backend=backend)
-        found.append(torch.autograd.grad(out.square().sum(), leaf)[0])
-    torch.testing.assert_close(found[1].double(), found[0], atol=2e-5, rtol=2e-5)
-    assert said == [False]

@@ -3,10 +3,11 @@
     slopes_full, slopes_partial(spec, scratch, s, dp, keys, j0, strips, grads, task)
 
 turn a tile of raw scores and of dp into p and ds0 = p (dp - delta) d score / d s, and add ds d score / d leaf to
-the gradients of the leaves: `grads` is int64, per leaf (address, bytes of one task's part, byte stride per
-dimension). What is one number for the rows or the keys is summed in registers first; one number a pair, as a bias has
-it, is turned by squares, so that rows of the leaf are added to by vectors of keys; another gather is transposed to
-additions in the order of the tile. A task owns what it adds to, so bits do not depend on threads.
+the gradients of the leaves: `grads` is int64, the address of what becomes 1 where a contribution is not finite, then
+per leaf (address, bytes of one task's part, byte stride per dimension). What is one number for the rows or the keys
+is summed in registers first; one number a pair, as a bias has it, is turned by squares, so that rows of the leaf are
+added to, or stored, by vectors of keys; another gather is transposed to additions in the order of the tile. A task
+owns what it adds to, so bits do not depend on threads.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import llvmlite.ir as ir
 
 from tilewise.backends.cpu import machine_code
-from tilewise.backends.cpu.fold import S, Tile
+from tilewise.backends.cpu.fold import Tile
 from tilewise.backends.cpu.isa import STRIP
 from tilewise.backends.cpu.parameters import LANE as ROW
 from tilewise.backends.cpu.parameters import LANES
@@ -29,13 +30,18 @@ if TYPE_CHECKING:
     from tilewise.backends.cpu.isa import Isa
     from tilewise.backends.cpu.print_vector import VectorPrinter
     from tilewise.backends.cpu.slots import Slots
+    from tilewise.backends.cpu.words import Words
     from tilewise.spec.attention import AttentionSpec
     from tilewise.spec.expression import Node
 
 
+NONE, ADDED, STORED = range(3)
+"""What becomes of a leaf's contributions: nothing; added to a buffer; stored, where each number is met once."""
+
+
 def grad_slots(slots: Slots) -> tuple[int, ...]:
     """Where each leaf's entry begins in the table of gradients."""
-    at, found = 0, []
+    at, found = 1, []
     for rank in slots.ranks:
         found.append(at)
         at += 2 + rank
@@ -45,7 +51,9 @@ def grad_slots(slots: Slots) -> tuple[int, ...]:
 class Site:
     """One load whose leaf wants a gradient: where its sums go."""
 
-    def __init__(self, tile: Tile, node: Node, adjoint: Node, grads: ir.Value, task: ir.Value) -> None:
+    def __init__(
+        self, tile: Tile, node: Node, adjoint: Node, way: int, grads: ir.Value, task: ir.Value
+    ) -> None:
         self.tile, self.node, self.adjoint = tile, node, adjoint
         self.b, self.w = tile.b, tile.w
         rank = 0
@@ -60,15 +68,18 @@ class Site:
         self.strides = [self.w.load(grads, 8 * (self.at + 2 + n), I64) for n in range(len(node.args))]
         self.sums = [self.b.alloca(self.w.f) for _ in range(tile.vectors)]
         self.dimension = along_keys(node, tile.rank, tile.slots)
+        self.stored = way == STORED
         if self.dimension is not None:
             self.buffer, self.addresses = room(self.b, F32, GROUP * STRIP), room(self.b, I64, STRIP)
+            self.nowhere = room(self.b, F32, GROUP) if self.stored else None
 
     def clear(self) -> None:
         for cell in self.sums:
             self.b.store(self.w.k(0.0), cell)
 
-    def set_rows(self, rows: list[VectorPrinter]) -> None:
-        """Where each row of the strip begins in a leaf of one number a pair."""
+    def set_rows(self, rows: list[VectorPrinter], strip: ir.Value) -> None:
+        """Where each row of the strip begins in a leaf of one number a pair; 0 for the lanes past the last row where
+        numbers are stored."""
         if self.dimension is None:
             return
         for v, printer in enumerate(rows):
@@ -77,7 +88,20 @@ class Site:
                 address = (
                     base if lanes is None else self.b.add(base, self.b.extract_element(lanes, I32(lane)))
                 )
+                if self.stored:
+                    address = self.b.select(self._again(strip, v * self.w.lanes + lane), I64(0), address)
                 self.w.store(address, self.addresses, 8 * (v * self.w.lanes + lane))
+
+    def _again(self, strip: ir.Value, lane: int) -> ir.Value:
+        """Whether a lane is the row of the lane before: so are those past the last row."""
+        b, w = self.b, self.w
+        here = b.add(b.mul(strip, I64(STRIP)), I64(lane))
+        last = b.select(b.icmp_signed(">", here, I64(0)), b.sub(here, I64(1)), here)
+        same = b.icmp_signed(">", here, I64(0))
+        for place in (LANES.i, LANES.h):
+            one, two = (w.load(b.add(self.tile.scratch, b.mul(x, I64(4))), place, I32) for x in (here, last))
+            same = b.and_(same, b.icmp_signed("==", one, two))
+        return same
 
     def add(self, v: int, key: ir.Value, printer: VectorPrinter, value: ir.Value) -> None:
         """One vector of contributions."""
@@ -114,18 +138,29 @@ class Site:
                 with self.tile.loop(I64(STRIP), "lane") as lane:
                     place = b.add(b.mul(key, I64(4 * STRIP)), b.mul(lane, I64(4)))
                     start = w.load(self.addresses, b.mul(lane, I64(8)), I64)
-                    self._accumulate(b.add(start, at), w.load(self.buffer, place, F32))
+                    value = w.load(self.buffer, place, F32)
+                    if self.stored:
+                        with b.if_then(b.icmp_signed("!=", start, I64(0))):
+                            w.store(value, b.add(start, at))
+                    else:
+                        self._accumulate(b.add(start, at), value)
 
     def _add_squares(self, offset: ir.Value) -> None:
         b, w = self.b, self.w
+        places = []
         for lane in range(STRIP):
-            w.prefetch(b.add(w.load(self.addresses, 8 * lane, I64), offset), 4 * AHEAD, write=True)
+            start = w.load(self.addresses, 8 * lane, I64)
+            to = b.add(start, offset)
+            if self.stored:
+                to = b.select(b.icmp_signed("!=", start, I64(0)), to, self.nowhere)
+            else:
+                w.prefetch(to, 4 * AHEAD, write=True)
+            places.append(to)
         for lane in range(0, STRIP, w.lanes):
             for key in range(0, GROUP, w.lanes):
                 columns = [w.load(self.buffer, 4 * ((key + n) * STRIP + lane)) for n in range(w.lanes)]
-                for n, row in enumerate(w.transpose(columns)):
-                    to = b.add(w.load(self.addresses, 8 * (lane + n), I64), offset)
-                    w.store(b.fadd(w.load(to, 4 * key), row), to, 4 * key)
+                for to, row in zip(places[lane : lane + w.lanes], w.transpose(columns), strict=True):
+                    w.store(row if self.stored else b.fadd(w.load(to, 4 * key), row), to, 4 * key)
 
     def _scatter(self, printer: VectorPrinter, value: ir.Value) -> None:
         base, lanes = self._offset(printer)
@@ -159,20 +194,14 @@ class Site:
 
 
 def print_slopes(
-    module: ir.Module,
-    name: str,
-    isa: Isa,
-    slots: Slots,
-    packed: bool,
-    spec: AttentionSpec,
-    masked: bool,
-    wanted: tuple[bool, ...],
-) -> None:
-    """One of slopes_full and slopes_partial; `wanted` says which leaves get gradients."""
+    module: ir.Module, name: str, isa: Isa, slots: Slots, packed: bool, spec: AttentionSpec, masked: bool,
+    ways: tuple[int, ...],
+) -> None:  # fmt: skip
+    """One of slopes_full and slopes_partial; `ways` says what becomes of each leaf's contributions."""
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 9), name)
-    score = spec.score if spec.score is not None else S
+    score: Node = spec.score  # type: ignore[assignment]  # there is code for specs with terms only
     derivative = differentiate(score)
-    loads = [(node, adjoint) for node, adjoint in derivative.loads if wanted[int(node.value)]]  # type: ignore[arg-type]
+    loads = [(node, adjoint) for node, adjoint in derivative.loads if ways[int(node.value)]]  # type: ignore[arg-type]
     keep = spec.keep if masked else None
     indices = [index for node, _ in loads for index in node.args]
     roots = (score, derivative.s, *((keep,) if keep is not None else ()), *(a for _, a in loads), *indices)
@@ -180,7 +209,9 @@ def print_slopes(
     b, w = tile.b, tile.w
     _, scratch, s, dp, keys, first, strips, grads, task = function.args
     step = 4 * w.lanes
-    sites = [Site(tile, node, adjoint, grads, task) for node, adjoint in loads]
+    sites = [Site(tile, node, adjoint, ways[int(node.value)], grads, task) for node, adjoint in loads]  # type: ignore[arg-type]
+    wrong = b.alloca(w.f)
+    b.store(w.k(0.0), wrong)
     outer = tile.prologue()
 
     def add_groups(start: ir.Value, count: ir.Value) -> None:
@@ -193,12 +224,13 @@ def print_slopes(
         at = b.mul(strip, I64(4 * STRIP))
         rows = tile.lanes_of(outer, strip)
         here = b.add(scratch, at)
-        m = [w.load(here, LANES.m + v * step) for v in range(tile.vectors)]
-        low = [w.load(here, LANES.low + v * step) for v in range(tile.vectors)]
-        delta = [w.load(here, LANES.delta + v * step) for v in range(tile.vectors)]
+        m, low, delta = (
+            [w.load(here, place + v * step) for v in range(tile.vectors)]
+            for place in (LANES.m, LANES.low, LANES.delta)
+        )
         for site in sites:
             site.clear()
-            site.set_rows(rows)
+            site.set_rows(rows, strip)
         with tile.keys(outer, rows, keys, first, add_groups) as (key, staged):
             shared = tile.key(outer, b.add(first, key))
             offset = b.add(b.mul(key, I64(ROW)), at)
@@ -213,17 +245,27 @@ def print_slopes(
                 dead = b.fcmp_ordered("==", p, w.k(0.0))
                 ds = b.fmul(p, b.fsub(w.load(dp, place), delta[v]))
                 for site in sites:
-                    part = b.fmul(ds, printer.vector(site.adjoint))
-                    site.add(v, key, printer, b.select(dead, w.k(0.0), part))
+                    part = b.select(dead, w.k(0.0), b.fmul(ds, printer.vector(site.adjoint)))
+                    b.store(w.fma(part, w.k(0.0), b.load(wrong)), wrong)
+                    site.add(v, key, printer, part)
                 w.store(p, s, place)
                 w.store(b.select(dead, w.k(0.0), b.fmul(ds, printer.vector(derivative.s))), dp, place)
         for site in sites:
             site.flush(rows)
+    _tell(w, b.load(wrong), grads)
     b.ret_void()
 
 
+def _tell(w: Words, products: ir.Value, grads: ir.Value) -> None:
+    """Set the flag if a sum of products with 0 is not 0: something was not finite."""
+    b = w.b
+    found = b.bitcast(b.fcmp_unordered("uno", products, w.k(0.0)), ir.IntType(w.lanes))
+    with b.if_then(b.icmp_unsigned("!=", found, ir.Constant(found.type, 0)), likely=False):
+        w.store(I64(1), w.load(grads, 0, I64))
+
+
 def backward_code(
-    isa: Isa, spec: AttentionSpec, slots: Slots, packed: bool, wanted: tuple[bool, ...]
+    isa: Isa, spec: AttentionSpec, slots: Slots, packed: bool, ways: tuple[int, ...]
 ) -> dict[str, int]:
     """Addresses of slopes_full and slopes_partial; none for a spec without terms."""
     if spec.score is None:
@@ -233,7 +275,7 @@ def backward_code(
     def make() -> str:
         module = ir.Module("slopes")
         for symbol in symbols:
-            print_slopes(module, symbol, isa, slots, packed, spec, symbol == "slopes_partial", wanted)
+            print_slopes(module, symbol, isa, slots, packed, spec, symbol == "slopes_partial", ways)
         return machine_code.optimise(isa, module)
 
-    return machine_code.load(isa, f"slopes {packed} {wanted} {slots.text} {spec.text}", symbols, make)
+    return machine_code.load(isa, f"slopes {packed} {ways} {slots.text} {spec.text}", symbols, make)

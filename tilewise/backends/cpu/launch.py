@@ -130,6 +130,9 @@ class Block:
     def set(self, slot: int, value: int) -> None:
         self.values[slot] = value
 
+    def address_of(self, slot: int) -> int:
+        return ctypes.addressof(self.values) + 8 * slot
+
     def set_float(self, slot: int, value: float) -> None:
         self.values[slot] = float_bits(value)
 

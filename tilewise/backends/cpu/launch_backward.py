@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tilewise.backends.cpu import fold, fold_slopes, pair_launch, pool
+from tilewise.backends.cpu import fold, fold_slopes, memory, pair_launch, pool
 from tilewise.backends.cpu.isa import BLOCK_ROWS, LINE, STRIP, detect, uses_pairs
 from tilewise.backends.cpu.launch import (
     FEWEST_TASKS,
@@ -23,11 +23,11 @@ from tilewise.backends.cpu.launch import (
     readable,
     strides_of,
 )  # fmt: skip
+from tilewise.backends.cpu.leaf_sums import LeafSums
 from tilewise.backends.cpu.parameters import LANES, P
 from tilewise.backends.cpu.pieces import Piece, covered, pieces
 from tilewise.backends.protocol import Gradients, Needs
 from tilewise.problem import Inputs, Problem
-from tilewise.spec import expression as ex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 KEY_BLOCK = 128
 SUPERBLOCK = 512
 """Keys whose dk and dv are summed at once: 256 KiB at D = 64, so that they stay in the second-level cache."""
-LARGEST_PARTS = 1 << 24
-"""Float32 numbers in the tasks' parts of one leaf's gradient, 64 MiB."""
 
 
 def splits_of(problem: Problem, piece: Piece) -> tuple[int, int]:
@@ -74,7 +72,7 @@ def dq_rows(problem: Problem) -> int:
 def workspace_bytes(problem: Problem) -> int:
     """Bytes beyond inputs and outputs: scratch of the threads, dq of each split in float32 (a dense call's rows).
 
-    Gradients of leaves come on top: a float32 sum per task, at most LARGEST_PARTS numbers, or one of the leaf's size.
+    Gradients of leaves come on top: see `leaf_sums`.
     """
     s, packed = problem.shape, packs(problem)
     dense = problem.options.layout == "dense"
@@ -128,89 +126,6 @@ def turns(problem: Problem, found: list[Piece]) -> Iterator[tuple[int, int]]:
             first += splits
 
 
-def owned(problem: Problem, slot: int, in_turn: bool) -> bool:
-    """Whether no two tasks add to one element of a leaf's gradient at one time: it is read by column, and by batch
-    entry and head where they do not go in turn, each in one dimension for all sites: t[i, j] + t[j, i] shares."""
-    s = problem.shape
-    needed = {"j"} | ({"b"} if s.batch > 1 and not in_turn else set())
-    sites = [
-        {(n, str(a.value)) for n, a in enumerate(site.args) if a.op == "var"}
-        for site in ex.loads(problem.spec.score)  # type: ignore[arg-type]
-        if int(site.value) == slot  # type: ignore[arg-type]
-    ]
-    names = {name for _, name in set.intersection(*sites)}
-    return needed <= names and (s.num_heads_q == 1 or in_turn or bool(names & {"h", "g"}))
-
-
-class LeafSums:
-    """Where the kernels add the gradients of leaves: one buffer if tasks share no element of it, else one per task.
-
-    in_turn: heads share a leaf too large for that, a bias of all heads: they go one after another, each with all
-    threads, and the splits of its keys share no element.
-    """
-
-    def __init__(self, problem: Problem, inputs: Inputs, wanted: tuple[bool, ...], tasks: int) -> None:
-        self.totals: list[Tensor | None] = []
-        self.entries: list[int] = []
-        self.fits, self.in_turn = True, False
-        loaded = (
-            {int(n.value) for n in ex.loads(problem.spec.score)} if problem.spec.score is not None else set()
-        )  # type: ignore[arg-type]
-        for slot, (leaf, want) in enumerate(zip(inputs.leaves, wanted, strict=True)):
-            if not want or slot not in loaded:
-                self.totals.append(
-                    torch.zeros(leaf.shape, dtype=torch.float32, device="cpu") if want else None
-                )
-                self.entries += [0] * (2 + leaf.ndim)
-                continue
-            shared = self._spread(problem, slot, leaf)
-            if not shared and tasks * leaf.numel() > LARGEST_PARTS:
-                shared = self.in_turn = self._spread(problem, slot, leaf, in_turn=True)
-                self.fits = shared
-                if not shared:
-                    return
-            total = torch.zeros(
-                (1 if shared else max(tasks, 1), *leaf.shape), dtype=torch.float32, device="cpu"
-            )
-            strides = [4 * n for n in total.stride()[1:]]
-            self.totals.append(total)
-            self.entries += [total.data_ptr(), 0 if shared else 4 * leaf.numel(), *strides]
-
-    @staticmethod
-    def _spread(problem: Problem, slot: int, leaf: Tensor, in_turn: bool = False) -> bool:
-        """One buffer for all tasks, if each index by which tasks differ does run along a whole dimension."""
-        if not owned(problem, slot, in_turn):
-            return False
-        s = problem.shape
-        sizes = (
-            {"j": s.seqlen_k}
-            if in_turn
-            else {"b": s.batch, "h": s.num_heads_q, "g": s.num_heads_kv, "j": s.seqlen_k}
-        )
-        for site in ex.loads(problem.spec.score):  # type: ignore[arg-type]
-            if int(site.value) == slot:  # type: ignore[arg-type]
-                for n, index in enumerate(site.args):
-                    if index.op == "var" and index.value in sizes and leaf.shape[n] < sizes[str(index.value)]:
-                        return False
-        return in_turn or problem.options.layout == "dense" or s.batch <= 1
-
-    def gradients(self, inputs: Inputs) -> tuple[Tensor | None, ...]:
-        """The sums over the tasks, in their order, in the leaves' types."""
-        found = []
-        for total, leaf in zip(self.totals, inputs.leaves, strict=True):
-            if total is None:
-                found.append(None)
-                continue
-            if total.ndim > leaf.ndim:
-                # One addition after another: a reduction of torch's may depend on the number of threads.
-                summed = total[0]
-                for part in total[1:]:
-                    summed += part
-                total = summed
-            found.append(total.to(leaf.dtype))
-        return tuple(found)
-
-
 def backward(
     problem: Problem,
     inputs: Inputs,
@@ -226,7 +141,7 @@ def backward(
     common(block, problem, inputs)
     wanted = tuple(needs.leaves)
     tasks, splits, tiles = lay_out(block, problem, inputs, found)
-    sums = LeafSums(problem, inputs, wanted, tasks)
+    sums = LeafSums(problem, inputs, wanted, tasks, block.address_of(P.flag))
     if not sums.fits:
         return None
     sink_rows = _link_rows(block, problem, inputs, saved, grads)
@@ -241,12 +156,9 @@ def backward(
         block.set(P.dq_rows, dq_rows(problem))
         # A part of the keys has not the statistics of the whole.
         block.set(P.exact, int(not problem.options.subset))
-        block.tensor(
-            P.part_dq,
-            torch.empty(splits * tiles * dq_rows(problem) * BLOCK_ROWS, dtype=torch.float32, device="cpu"),
-        )
+        block.tensor(P.part_dq, memory.empty((splits * tiles * dq_rows(problem) * BLOCK_ROWS,)))
         link_spec(block, problem, inputs, slots)
-        code = fold_slopes.backward_code(isa, problem.spec, slots, packs(problem), wanted)
+        code = fold_slopes.backward_code(isa, problem.spec, slots, packs(problem), tuple(sums.ways))
         block.set(P.slopes_full, code.get("slopes_full", 0))
         block.set(P.slopes_partial, code.get("slopes_partial", 0))
         block.table(P.leaf_parts, sums.entries)
@@ -261,14 +173,9 @@ def backward(
     if needs.sink:
         over = (1,) if sink_rows.ndim == 2 else (0, 2)
         sink = sink_rows.sum(over, dtype=torch.float64).to(inputs.sink.dtype)  # type: ignore[union-attr]
-    if block.values[P.flag] or not all(t is None or finite(t) for t in (*leaves, sink)):
+    if block.values[P.flag] or not (sink is None or bool(torch.isfinite(sink).all())):
         return None
     return Gradients(made[0], made[1], made[2], leaves, sink)
-
-
-def finite(t: Tensor) -> bool:
-    """Whether all numbers are, without memory of t's size."""
-    return t.numel() == 0 or all(math.isfinite(end) for end in torch.aminmax(t))
 
 
 def backward_wide(
