@@ -1,4 +1,4 @@
-"""The Triton backend on a GPU at sizes where 32 bits end, and the five-product backward, which only long calls take."""
+"""The Triton backend on a GPU: long calls, sizes where 32 bits end, streams, graphs, threads, memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ MASKS = {
 }
 
 
-# ---- dq in turns ---------------------------------------------------------------------------------------------
+# ---- long calls ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_gradients_of_long_calls_repeat_bit_by_bit(name):
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_packed_sequences_of_any_length_take_turns(monkeypatch):
+def test_packed_sequences_of_any_length_load_ahead(monkeypatch):
     from tilewise.backends.triton import launch_backward
 
     monkeypatch.setattr(launch_backward, "TMA_WORK", 0.0)
@@ -227,29 +227,38 @@ def test_memory_does_not_grow(n):
     assert held[-1] == held[5]
 
 
+def _learned(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", requires_grad=True)
+
+
+LENGTHS = (16_384, 65_536)
 FEATURES = {
-    "plain": ({}, None),
-    "causal": ({"mask": tw.causal()}, None),
-    "window": ({"mask": tw.window(512, 0)}, None),
-    "dropout": ({"dropout": 0.1}, None),
-    "softcap": ({"scores": (tw.softcap(20.0),)}, None),
-    "slopes": ({}, lambda n: (tw.alibi(torch.rand(8, device="cuda", requires_grad=True)),)),
-    "column bias": ({}, lambda n: (tw.bias(torch.randn(1, 1, 1, n, device="cuda", requires_grad=True)),)),
-    "relative": ({}, lambda n: (tw.relative(torch.randn(8, 257, device="cuda", requires_grad=True)),)),
+    "plain": lambda n: {},
+    "causal": lambda n: {"mask": tw.causal()},
+    "window": lambda n: {"mask": tw.causal() & tw.window(512, 0)},
+    "documents": lambda n: {"mask": tw.causal() & tw.document(_ids(n))},
+    "key padding": lambda n: {"mask": tw.key_padding((torch.arange(n, device="cuda") < n - 100)[None])},
+    "user's mask": lambda n: {"mask": tw.causal() & tw.custom(lambda q, k: (q - k) % 4 < 2)},
+    "dropout": lambda n: {"dropout": 0.1},
+    "softcap": lambda n: {"scores": (tw.softcap(20.0),)},
+    "slopes": lambda n: {"scores": (tw.alibi(_learned(8)),)},
+    "column bias": lambda n: {"scores": (tw.bias(_learned(1, 1, 1, n)),)},
+    "relative": lambda n: {
+        "mask": tw.causal() & tw.window(2000, 0),
+        "scores": (tw.relative(_learned(8, 257)),),
+    },
+    "sink": lambda n: {"sink": _learned(8)},
 }
 
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_memory_of_a_feature_is_linear_in_length(name):
-    options, make = FEATURES[name]
     peaks = []
-    for n in (4096, 8192):
-        inputs = [_drawn(1, 8, n, 64).requires_grad_() for _ in range(3)]
-        scores = make(n) if make else options.get("scores", ())
-        rest = {key: value for key, value in options.items() if key != "scores"}
+    for n in LENGTHS:
+        inputs, options = [_drawn(1, 8, n, 64).requires_grad_() for _ in range(3)], FEATURES[name](n)
 
-        def step(inputs=inputs, scores=scores, rest=rest) -> None:
-            out = tw.attention(*inputs, scores=scores, backend="triton", **rest)
+        def step(inputs=inputs, options=options) -> None:
+            out = tw.attention(*inputs, backend="triton", **options)
             out.backward(torch.ones_like(out))
 
         step()
@@ -259,4 +268,6 @@ def test_memory_of_a_feature_is_linear_in_length(name):
         step()
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    assert peaks[1] < 2.2 * peaks[0] and peaks[1] < 0.5 * 8192 * 8192 * 8
+    print(f"{name}: {peaks[0] / 2**20:.1f} and {peaks[1] / 2**20:.1f} MiB at {LENGTHS[0]} and {LENGTHS[1]}")
+    # A byte a pair of a single head would be 4 GiB.
+    assert peaks[1] < 1.1 * LENGTHS[1] / LENGTHS[0] * peaks[0] and peaks[1] < LENGTHS[1] ** 2 / 8
