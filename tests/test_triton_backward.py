@@ -21,11 +21,11 @@ CASES = (
     "plain-bf16", "mask-streaming", "term-bias_full", "term-bias_head",
     "term-relative_bucket", "term-custom_scatter", "term-alibi_batch", "order-four_terms_sink", "sink-nothing_visible",
     "dropout-h_offset", "large_logits-fp32", "size-1x1-causal", "heads-9_3", "packed-holes-streaming", "packed-fp16",
-    "cross-custom-outer-sink-keep-mha-fp16-67x67-bhnd",
+    "packed-terms", "cross-custom-outer-sink-keep-mha-fp16-67x67-bhnd",
 )  # fmt: skip
 FUNCTIONS = (
     "hidden_values", "visible_values_spread", "one_visible_key", "large_scores", "part_of_the_keys",
-    "one_leaf_in_two_batches", "loads_ahead",
+    "one_leaf_in_two_batches", "two_leaves_by_column_packed", "loads_ahead",
 )  # fmt: skip
 
 

@@ -112,6 +112,20 @@ def one_leaf_in_two_batches() -> bool:
     return all(float((a - b).abs().max()) < 1e-5 for a, b in pairs)
 
 
+def two_leaves_by_column_packed() -> bool:
+    """Sums of several leaves along the columns of packed sequences lie one behind the other."""
+    torch.manual_seed(0)
+    edges = torch.tensor([0, 20, 23, 50], dtype=torch.int32)
+    q, k, v, do = (torch.randn(50, 2, 16) for _ in range(4))
+    leaves, results = [torch.randn(1, 1, 1, 27) for _ in range(2)], []
+    for backend in ("triton", "blockwise"):
+        inputs = [t.clone().requires_grad_() for t in (q, k, v, *leaves)]
+        scores = tuple(tw.bias(t) for t in inputs[3:])
+        out = tw.attention_varlen(*inputs[:3], edges, scores=scores, backend=backend)
+        results.append(torch.autograd.grad(out, inputs, do))
+    return all(float((a - b).abs().max()) < 1e-5 for a, b in zip(*results, strict=True))
+
+
 def _patches(q, k):
     return ((q // 48 + k // 80) % 3 != 0) | (q == k)
 
@@ -143,7 +157,7 @@ def loads_ahead() -> bool:
 
 FUNCTIONS: tuple[Callable[[], bool], ...] = (
     hidden_values, visible_values_spread, one_visible_key, large_scores, part_of_the_keys, one_leaf_in_two_batches,
-    loads_ahead,
+    two_leaves_by_column_packed, loads_ahead,
 )  # fmt: skip
 
 

@@ -161,6 +161,6 @@ def add_sums(sums, p, ds, found, SITES: tl.constexpr):
 
 @triton.jit
 def store_sums(ptr, sums, plane, at, mask, SITES: tl.constexpr):
-    """Write each vector to its plane of (sites, batch * heads, tokens)."""
+    """Write each vector to its plane of (sites, batch * heads, tokens); packed, of (sites, heads, tokens)."""
     for n in tl.static_range(len(SITES)):
-        tl.store(ptr + tl.cast(plane, tl.int64) * n + at, sums[n], mask=mask)
+        tl.store(ptr + plane * n + at, sums[n], mask=mask)

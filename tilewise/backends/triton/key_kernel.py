@@ -295,7 +295,8 @@ def key_tile(
                 DV_PAD, EVEN,
                 EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
         at_line = (b_wide * heads + h) * seqlen_k + key0 + columns
-        store_sums(sums_ptr, sums, batch * heads * seqlen_k, at_line, own & mine, SITES)
+        plane = tl.cast(units * group, tl.int64) * seqlen_k
+        store_sums(sums_ptr, sums, plane, at_line, own & mine, SITES)
 
     # ---- finish ----
     if not CAREFUL:

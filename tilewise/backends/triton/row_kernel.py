@@ -268,7 +268,7 @@ def row_tile(
             tl.store(marks_ptr + b * heads + h, 1)
             tl.store(marks_ptr + batch * heads, 1)
     at_line = (b_wide * heads + h) * seqlen_q + row0 + rows
-    store_sums(sums_ptr, sums, batch * heads * seqlen_q, at_line, own & mine, SITES)
+    store_sums(sums_ptr, sums, tl.cast(units, tl.int64) * seqlen_q, at_line, own & mine, SITES)
     dq_base = dq_ptr + (b_wide * dq_b + h_wide * dq_h + row0 * dq_n) * STEP
     store_tile(dq_base, dq * scale, rows, dq_n, size_d, own & mine, D_PAD, STEP)
 
