@@ -96,6 +96,8 @@ VARIANTS = {
     "causal-256": (256, 256, {"mask": tw.causal()}),
     "plain-192-128": (192, 128, {}),
     "deterministic-64": (64, 64, {"deterministic": True}),
+    "deterministic-causal-128": (128, 128, {"deterministic": True, "mask": tw.causal()}),
+    "deterministic-packed-128": (128, 128, {"deterministic": True, "mask": tw.causal(), "packed": True}),
 }
 SPILLED = {"plain-64": 120, "causal-packed-64": 160, "long-128": 240}
 """Bytes of a thread that kernels may spill: those that hold more tiles or taller ones, and are faster all the same."""
@@ -108,8 +110,7 @@ def test_kernels_compile_without_waits(name: str, builds: list) -> None:
 
     d, d_v, options = VARIANTS[name]
     assert backward(*_call(d, d_v, **options)) is not None
-    apart = max(d, d_v) > 128 or "deterministic" in options
-    assert len(builds) == (2 if apart else 1)  # dk and dv, and dq apart
+    assert len(builds) == (2 if max(d, d_v) > 128 else 1)  # of wide heads dk and dv, and dq apart
     for build in builds:
         said = _assembled(*build)
         assert "C75" not in said, said
@@ -124,10 +125,11 @@ def test_kernels_compile_without_waits(name: str, builds: list) -> None:
 def test_the_plan_says_how_dq_is_made(d: int, d_v: int, options: dict) -> None:
     from tilewise.backends.hopper.backward_tiles import describe_backward
 
-    added = max(d, d_v) <= 128 and not options
+    narrow = max(d, d_v) <= 128
     said = describe_backward(_call(d, d_v, **options)[0])
-    assert ("in whatever order" in said) == added
-    assert ("dq by tiles of 128 rows" in said) != added
+    assert ("in whatever order" in said) == (narrow and not options)
+    assert ("in the order of the keys" in said) == (narrow and bool(options))
+    assert ("dq by tiles of 128 rows" in said) != narrow
 
 
 def test_memory_is_linear_in_length() -> None:

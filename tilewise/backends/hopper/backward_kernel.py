@@ -11,7 +11,9 @@ dS meets in shared memory, and each warpgroup makes half of dq = dS K (half of t
 rows), which it adds to a float32 buffer in the order in which threads hold it: shared memory is as busy as the matrix
 unit, and additions from registers do not pass through it. That product is issued an iteration late, so that no half
 waits for the other; S of the next rows is issued behind dK of these, so that the matrix unit does not wait for the
-loop; k and v of the next tile are loaded, and dk and dv of the last one leave, while this one is worked on.
+loop; k and v of the next tile are loaded, and dk and dv of the last one leave, while this one is worked on. Where bits must repeat (ORDER), one warp more keeps the order: it waits until the tile of keys
+before this one has added to a row tile, says so to the halves, and passes the turn on behind their additions; neither
+the halves nor the producer wait for memory.
 State in registers: dk, dv and scores. Shared memory: k, v, rings of q, do and the rows' numbers.
 
 Source: Shah et al., FlashAttention-3, 2024, https://arxiv.org/abs/2407.08608; measurements in docs/hopper-backward.md.
@@ -35,10 +37,13 @@ from tilewise.backends.hopper.backward_rings import (
     line_sums,
     note,
     number,
+    number_here,
+    pass_turn,
     store_chunks,
     tiles_of,
+    turn_at,
 )  # fmt: skip
-from tilewise.backends.hopper.backward_shared import produce, weights
+from tilewise.backends.hopper.backward_shared import keys_before, produce, weights
 from tilewise.backends.hopper.rings import barriers, put, slots_of
 
 
@@ -46,19 +51,26 @@ from tilewise.backends.hopper.rings import barriers, put, slots_of
 def halves_producer(
     counter_ptr, descs, room, slots, signals, kv_empty, sizes, tables, offsets, data, BM: gl.constexpr, D: gl.constexpr,
     ST: gl.constexpr, KV: gl.constexpr, HAS_MASK: gl.constexpr, VARLEN: gl.constexpr, USED_Q: gl.constexpr,
-    USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr,
+    USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """One warp: draws tiles of keys until none is left. A number below 0 of row tiles says that there is none."""
     n, ti = 0, 0
     kv_full = signals[0]
     total = tiles_of(sizes, VARLEN)
     t = gl.program_id(0)
+    following = t
+    if ORDER:
+        # A tile waits for those before it: programs that run have drawn them all, however few run at once.
+        t = gl.atomic_add(counter_ptr, 1, sem="relaxed")
     while t < total:
-        following = gl.atomic_add(counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
+        if not ORDER:
+            following = gl.atomic_add(counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
         mbarrier.wait(kv_empty.index(ti % KV), ((ti // KV) & 1) ^ 1)
         n = produce(
             t, n, ti % KV, descs, room, slots, signals, sizes, tables, offsets, data, BM, 128, 1, 1, D, ST, HAS_MASK,
-            VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET)  # fmt: skip
+            VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, ORDER)  # fmt: skip
+        if ORDER:
+            following = gl.atomic_add(counter_ptr, 1, sem="relaxed")
         t = following
         ti += 1
     mbarrier.wait(kv_empty.index(ti % KV), ((ti // KV) & 1) ^ 1)
@@ -67,10 +79,73 @@ def halves_producer(
 
 
 @gluon.jit
+def turn_of(
+    n, own, about, turns_ptr, entry_s, ds_full, data, BM: gl.constexpr, HAS_MASK: gl.constexpr,
+):  # fmt: skip
+    """Of row tile number n: where its turn stands, and what stands there when it is the turn of tile `own` of keys."""
+    b, g, n_q, n_k, q_offset, k_offset = about
+    mbarrier.wait(ds_full.index(n & 1), (n >> 1) & 1)
+    entry = (n % RING) * ENTRY
+    before = own
+    if HAS_MASK:
+        m, h = number_here(entry_s, entry) // 4, number_here(entry_s, entry + 2)
+        before = keys_before(own, m, n_q, n_k, q_offset, k_offset, b, h, g, data, BM, 128)
+    return turns_ptr + number_here(entry_s, entry + 1), before
+
+
+@gluon.jit
+def keeper(turns_ptr, slots, signals, turns, data, BM: gl.constexpr, KV: gl.constexpr, HAS_MASK: gl.constexpr):
+    """One warp: tiles of keys add to a row tile in the order of their numbers. What the next turn needs is found while
+    the halves add."""
+    about_s, entry_s = slots
+    kv_full, kv_empty, _, _, _, ds_full = signals
+    turn, added = turns
+    n, ti = 0, 0
+    mbarrier.wait(kv_full.index(0), 0)
+    count = number_here(about_s, 0)
+    while count >= 0:
+        at = ti % KV * FIELDS
+        own = number_here(about_s, at + 3) // 128
+        about = (
+            number_here(about_s, at + 1), number_here(about_s, at + 2), number_here(about_s, at + 8),
+            number_here(about_s, at + 4), number_here(about_s, at + 6), number_here(about_s, at + 7))  # fmt: skip
+        place, before = turns_ptr, own
+        if count > 0:
+            place, before = turn_of(n, own, about, turns_ptr, entry_s, ds_full, data, BM, HAS_MASK)
+        for it in range(n, n + count):
+            while turn_at(place) != before:
+                pass
+            mbarrier.arrive(turn, count=1)
+            place_ahead, before_ahead = place, before
+            if it + 1 < n + count:
+                place_ahead, before_ahead = turn_of(
+                    it + 1, own, about, turns_ptr, entry_s, ds_full, data, BM, HAS_MASK)  # fmt: skip
+            mbarrier.wait(added, it & 1)
+            pass_turn(place, own + 1)
+            place, before = place_ahead, before_ahead
+        n += count
+        mbarrier.arrive(kv_empty.index(ti % KV), count=1)
+        ti += 1
+        mbarrier.wait(kv_full.index(ti % KV), (ti // KV) & 1)
+        count = number_here(about_s, ti % KV * FIELDS)
+
+
+@gluon.jit
+def add_in_turn(dq_ptr, dq, n, w: gl.constexpr, entry_s, turns, NQ: gl.constexpr, ORDER: gl.constexpr):
+    """Add half of dq of row tile number n to memory."""
+    tile = number(entry_s, (n % RING) * ENTRY + 1)
+    if ORDER:
+        mbarrier.wait(turns[0], n & 1)
+    add_fragments(dq_ptr + (tile.to(gl.int64) * 2 + w) * (64 * NQ), dq, NQ // 2)
+    if ORDER:
+        mbarrier.arrive(turns[1], count=1)
+
+
+@gluon.jit
 def half(
-    w: gl.constexpr, dk_out, dv_out, dq_ptr, marks_ptr, room, ds_s, slots, signals, sizes, scale, data,
+    w: gl.constexpr, dk_out, dv_out, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data,
     BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr, HAS_MASK: gl.constexpr,
-    HAS_TERMS: gl.constexpr, VARLEN: gl.constexpr, ADD: gl.constexpr,
+    HAS_TERMS: gl.constexpr, VARLEN: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 of 128 keys, and half of the columns of dq."""
     _, _, k_s, v_s, _, _ = room
@@ -91,8 +166,8 @@ def half(
         kv = ti % KV
         at = kv * FIELDS
         dk, dv = walk(
-            w, n, count, ti, dq_ptr, room, ds_s, slots, signals, scale, data, BM, D, ST, KV, HAS_MASK, HAS_TERMS,
-            HAS_MASK or HAS_TERMS or VARLEN, ADD)  # fmt: skip
+            w, n, count, ti, dq_ptr, room, ds_s, slots, signals, turns, scale, data, BM, D, ST, KV, HAS_MASK,
+            HAS_TERMS, HAS_MASK or HAS_TERMS or VARLEN, ADD, ORDER)  # fmt: skip
         n += count
         b, g, j0 = number(about_s, at + 1), number(about_s, at + 2), number(about_s, at + 3)
         row = number(about_s, at + 5) + j0 + w * 64
@@ -105,8 +180,7 @@ def half(
                 # dv leaves meanwhile.
                 store_chunks(dv_out, (dv,), 1.0, v_s, stage, tb, g, row, left, 1, D, OL, VARLEN)
                 dq = warpgroup_mma_wait(0, deps=(dq,))
-                tile = number(slots[1], ((n - 1) % RING) * ENTRY + 1)
-                add_fragments(dq_ptr + (tile.to(gl.int64) * 2 + w) * (64 * NQ), dq, NQ // 2)
+                add_in_turn(dq_ptr, dq, n - 1, w, slots[1], turns, NQ, ORDER)
             else:
                 store_chunks(dv_out, (dv,), 1.0, v_s, stage, tb, g, row, left, 1, D, OL, VARLEN)
         else:
@@ -163,9 +237,9 @@ def last_slopes(
 
 @gluon.jit
 def walk(
-    w: gl.constexpr, n0, count, ti, dq_ptr, room, ds_s, slots, signals, scale, data, BM: gl.constexpr,
+    w: gl.constexpr, n0, count, ti, dq_ptr, room, ds_s, slots, signals, turns, scale, data, BM: gl.constexpr,
     D: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr, HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr,
-    CUT: gl.constexpr, ADD: gl.constexpr,
+    CUT: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys over `count` tiles of rows, of which the first is number n0.
 
@@ -246,8 +320,7 @@ def walk(
         if ADD:
             dq = warpgroup_mma_wait(2, deps=(dq,))
             if it > n0:
-                tile = number(entry_s, ((it + RING - 1) % RING) * ENTRY + 1)
-                add_fragments(dq_ptr + (tile.to(gl.int64) * 2 + w) * (64 * NQ), dq, NQ // 2)
+                add_in_turn(dq_ptr, dq, last, w, entry_s, turns, NQ, ORDER)
         dk, s = warpgroup_mma_wait(0, deps=(dk, s))
         mbarrier.arrive(q_empty.index(st), count=1)
     return dk, dv
@@ -256,14 +329,15 @@ def walk(
 @gluon.jit
 def halves_program(
     q_desc, do_desc, k_desc, v_desc, m_desc, delta_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, dq_ptr, marks_ptr,
-    counter_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, dk_b, dk_h, dk_n, dv_b, dv_h,
-    dv_n, batch, heads, group, seqlen_q, seqlen_k, row_tiles, key_tiles, swizzle, q_offset, k_offset, size_d, size_dv,
-    scale, data, HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
-    KV: gl.constexpr, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr,
-    K_OFFSET: gl.constexpr, ADD: gl.constexpr, WORKER: gl.constexpr, LOADER: gl.constexpr,
+    counter_ptr, turns_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, dk_b, dk_h, dk_n,
+    dv_b, dv_h, dv_n, batch, heads, group, seqlen_q, seqlen_k, row_tiles, key_tiles, swizzle, q_offset, k_offset, size_d,
+    size_dv, scale, data, HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr, BM: gl.constexpr, D: gl.constexpr,
+    ST: gl.constexpr, KV: gl.constexpr, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr,
+    K_OFFSET: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr, WORKER: gl.constexpr, LOADER: gl.constexpr,
 ):  # fmt: skip
     """Two halves of 128 keys, and the producer. BM: rows of a tile. KV: tiles of keys in shared memory. WORKER, LOADER:
-    registers of a thread of each."""
+    registers of a thread of each. ORDER: additions to dq in a fixed order; turns_ptr: whose turn it is, a number below
+    which all tiles of keys have added to a row tile."""
     dt: gl.constexpr = q_desc.dtype
     q_s = gl.allocate_shared_memory(dt, [ST, 1, 1, BM, D], q_desc.layout)
     do_s = gl.allocate_shared_memory(dt, [ST, 1, 1, BM, D], do_desc.layout)
@@ -273,7 +347,8 @@ def halves_program(
     delta_s = gl.allocate_shared_memory(gl.float32, [ST, 1, BM], delta_desc.layout)
     ds_s = gl.allocate_shared_memory(dt, [2, 128, BM], gl.NVMMASharedLayout(128, 16, 2))
     slots = (slots_of(KV * FIELDS), slots_of(RING * ENTRY))
-    kv_full, kv_empty = barriers(KV, 1), barriers(KV, 2)
+    kv_full, kv_empty = barriers(KV, 1), barriers(KV, 3 if ORDER else 2)
+    turns = (barriers(1, 1).index(0), barriers(1, 2).index(0))
     q_full, q_empty, do_full, ds_full = barriers(ST, 1), barriers(ST, 2), barriers(ST, 1), barriers(2, 2)
     fence_async_shared()
     sizes = (batch, heads, group, seqlen_q, seqlen_k, row_tiles, key_tiles, swizzle)
@@ -286,14 +361,28 @@ def halves_program(
     signals = (kv_full, kv_empty, q_full, q_empty, do_full, ds_full)
     loads = (kv_full, q_full, q_empty, do_full, q_empty)
     # Constants survive in a tuple only where it is written inside the call.
-    gl.warp_specialize([
-        (half, (
-            0, dk_out, dv_out, dq_ptr, marks_ptr, room, ds_s, slots, signals, sizes, scale, data, BM, D, ST, KV,
-            HAS_MASK, HAS_TERMS, VARLEN, ADD)),
-        (half, (
-            1, dk_out, dv_out, dq_ptr, marks_ptr, room, ds_s, slots, signals, sizes, scale, data, BM, D, ST, KV,
-            HAS_MASK, HAS_TERMS, VARLEN, ADD)),
-        (halves_producer, (
-            counter_ptr, descs, room, slots, loads, kv_empty, sizes, tables, offsets, data, BM, D, ST, KV, HAS_MASK,
-            VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET)),
-    ], [4, 1], [WORKER, LOADER])  # fmt: skip
+    if ORDER:
+        gl.warp_specialize([
+            (half, (
+                0, dk_out, dv_out, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data, BM, D, ST,
+                KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER)),
+            (half, (
+                1, dk_out, dv_out, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data, BM, D, ST,
+                KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER)),
+            (halves_producer, (
+                counter_ptr, descs, room, slots, loads, kv_empty, sizes, tables, offsets, data, BM, D, ST, KV, HAS_MASK,
+                VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, ORDER)),
+            (keeper, (turns_ptr, slots, signals, turns, data, BM, KV, HAS_MASK)),
+        ], [4, 1, 1], [WORKER, LOADER, LOADER])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (half, (
+                0, dk_out, dv_out, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data, BM, D, ST,
+                KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER)),
+            (half, (
+                1, dk_out, dv_out, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data, BM, D, ST,
+                KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER)),
+            (halves_producer, (
+                counter_ptr, descs, room, slots, loads, kv_empty, sizes, tables, offsets, data, BM, D, ST, KV, HAS_MASK,
+                VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, ORDER)),
+        ], [4, 1], [WORKER, LOADER])  # fmt: skip

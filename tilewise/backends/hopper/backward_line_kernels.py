@@ -40,12 +40,14 @@ def fill_lines(
     batch, heads, seqlen_q, seqlen_k, row_tiles, size_dv, few, limit, VARLEN: tl.constexpr, FLOATS: tl.constexpr,
     EXACT: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """See the header. Strides of do and out are in units of 8 elements. FLOATS: sums of a tile, 0 if there are none."""
+    """See the header. Strides of do and out are in units of 8 elements. FLOATS: sums of a tile, 0 if there are none;
+    behind those of all tiles stand their turns (`backward_kernel.keeper`)."""
     number, b, h, i0, row0, n_q = locate(cu_q_ptr, used_q_ptr, batch, heads, seqlen_q, row_tiles, VARLEN, BM)
     if FLOATS > 0:
         place = sums_ptr + number.to(tl.int64) * FLOATS
         for n in tl.static_range(FLOATS // 1024):
             tl.store(place + n * 1024 + tl.arange(0, 1024), tl.zeros([1024], tl.float32))
+        tl.store(sums_ptr + tl.num_programs(0).to(tl.int64) * FLOATS + number, 0.0)
     rows = i0 + tl.arange(0, BM)
     own = rows < n_q
     tokens = (row0 + rows).to(tl.int64)

@@ -11,9 +11,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilewise.backends.hopper.forward_place import owner, sequence
 from tilewise.backends.hopper.names import tma_load, tma_store
 
-FIELDS = gl.constexpr(8)
-"""Numbers that tell the consumers about the program's keys: row tiles to come, b, KV head, first key in the sequence,
-its keys, its first key in the tensor, positions of its first row and key."""
+FIELDS = gl.constexpr(9)
+"""Numbers that tell the others about the program's keys: row tiles to come, b, KV head, first key in the sequence, its
+keys, its first key in the tensor, positions of its first row and key, its rows."""
 ENTRY = gl.constexpr(3)
 """Numbers that go with each row tile: its number in its head times 4, plus 2 if PARTIAL; its number among all; its
 head."""
@@ -34,6 +34,29 @@ def same(n):
 def number(slots, n):
     """Read a slot, in four warps."""
     return gl.max(same(slots.index(n).load(gl.BlockedLayout([1], [32], [4], [0]))), 0)
+
+
+@gluon.jit
+def number_here(slots, n):
+    """Read a slot, in one warp."""
+    return gl.max(same(slots.index(n).load(gl.BlockedLayout([1], [32], [1], [0]))), 0)
+
+
+@gluon.jit
+def turn_at(ptr):
+    """Read a number that other programs write, and from now on what they wrote before it."""
+    place = ptr.to(gl.int64, bitcast=True)
+    return same(gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [place], dtype=gl.int32, is_pure=False, pack=1))  # fmt: skip
+
+
+@gluon.jit
+def pass_turn(ptr, value):
+    """Write a number behind all that the program has written up to the barrier that the caller waited for."""
+    place = ptr.to(gl.int64, bitcast=True)
+    gl.inline_asm_elementwise(
+        "st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;", "=r,l,r", [place, value], dtype=gl.int32, is_pure=False,
+        pack=1)  # fmt: skip
 
 
 @gluon.jit

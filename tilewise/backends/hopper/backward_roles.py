@@ -41,7 +41,7 @@ def roles_producer(
     """One warp: the program's only tile of keys."""
     produce(
         gl.program_id(0), 0, 0, descs, room, slots, signals, sizes, tables, offsets, data, 64, 64, NC, NV, W, ST,
-        HAS_MASK, VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET)  # fmt: skip
+        HAS_MASK, VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, False)  # fmt: skip
 
 
 @gluon.jit

@@ -47,6 +47,7 @@ def produce(
     t, n0, kv, descs, room, slots, signals, sizes, tables, offsets, data, BM: gl.constexpr, BN: gl.constexpr,
     NC: gl.constexpr, NV: gl.constexpr, W: gl.constexpr, ST: gl.constexpr, HAS_MASK: gl.constexpr, VARLEN: gl.constexpr,
     USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr,
+    ORDER: gl.constexpr,
 ):  # fmt: skip
     """One warp: loads tile t of keys into place kv, finds its row tiles and loads them, and tells the consumers; n0 row
     tiles came before. Returns how many have come."""
@@ -69,7 +70,7 @@ def produce(
             codes = codes_of(chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM)
             count += gl.sum((codes >= 0).to(gl.int32), 0)
     count = same(count)
-    about = (count, b, g, j0, n_k, key0, q_offset, k_offset)
+    about = (count, b, g, j0, n_k, key0, q_offset, k_offset, n_q)
     for f in gl.static_range(FIELDS):
         put(about_s, kv * FIELDS + f, about[f])
     tb = 0 if VARLEN else b
@@ -82,7 +83,7 @@ def produce(
     cut = (j0 + BN > n_k).to(gl.int32) * 2
     # Without a mask, neighbours begin at different rows: fewer additions to one place at once.
     turn = 0
-    if not HAS_MASK:
+    if not (HAS_MASK or ORDER):
         turn = (n * (BN // BM)) % gl.maximum(n_m, 1)
     u = -1
     for it in range(n0, n0 + count):
@@ -114,6 +115,22 @@ def produce(
         load_chunks(do_desc, do_s, full, tb, h, row0 + m * BM, st * NV, NV, W)
         tma_load(delta_desc, [0, tile * BM], full, delta_s.index(st))
     return n0 + count
+
+
+@gluon.jit
+def keys_before(n, m, n_q, n_k, q_offset, k_offset, b, h, g, data, BM: gl.constexpr, BN: gl.constexpr):
+    """1 + the number of the last tile of keys before n of which row tile m sees some; 0 if there is none."""
+    i1 = gl.minimum(m * BM + BM, n_q) - 1
+    i0 = gl.minimum(m * BM, i1)
+    found, end = 0, n
+    while (found == 0) & (end > 0):
+        block = end - 1 - gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+        j0 = gl.maximum(block, 0) * BN
+        j1 = gl.minimum(j0 + BN, n_k) - 1
+        kind = classify(i0, i1, j0, j1, q_offset, k_offset, b, h, h, g, data)
+        found = gl.max(gl.where((kind > 0) & (block >= 0), block + 1, 0), 0)
+        end -= 32
+    return same(found)
 
 
 @gluon.jit

@@ -14,17 +14,22 @@ WIDEST_HALVES = 128
 LONG = 4096
 """Rows from which a third tile of rows in shared memory is worth more than a second tile of keys; masks hide half."""
 
+ABREAST, ABREAST_MASKED = 4, 32
+"""KV heads whose tiles run abreast where additions to dq have an order: the more, the fewer tiles of one head wait for
+each other, but the more there is to hold in the second-level cache."""
+
 
 class BackwardPlan(NamedTuple):
     """d, dv: head dimensions of the kernels, filled up with zeros. width: columns of a chunk where tiles are cut.
-    swizzle: KV heads whose tiles run abreast. adds: dq is added up in memory, else it has a kernel of its own.
-    rows: of a tile. stages, keys: tiles of rows and of keys in shared memory."""
+    swizzle: KV heads whose tiles run abreast. adds: dq is added up in memory, else it has a kernel of its own; ordered:
+    in a fixed order. rows: of a tile. stages, keys: tiles of rows and of keys in shared memory."""
 
     d: int
     dv: int
     width: int
     swizzle: int
     adds: bool
+    ordered: bool
     rows: int
     stages: int
     keys: int
@@ -65,21 +70,24 @@ def plan_backward(problem: Problem) -> BackwardPlan:
     if max(d, dv) <= WIDEST_HALVES:
         d = dv = max(d, dv)
     narrow, o, spec = max(d, dv) <= WIDEST_HALVES, problem.options, problem.spec
-    adds = narrow and not (o.deterministic or o.batch_invariant)
+    ordered = narrow and bool(o.deterministic or o.batch_invariant)
     # Narrow heads leave room for the scores of 128 rows, but not for slopes of terms beside them. Packed sequences were
     # not run with them.
-    rows = 128 if adds and d == 64 and spec.score is None and o.layout == "dense" else 64
+    rows = 128 if narrow and d == 64 and spec.score is None and o.layout == "dense" else 64
     # Shared memory holds a third tile of rows, or the next tile of keys, which is wanted sooner where walks are short.
     walk = s.seqlen_q // (s.batch if o.layout == "varlen" else 1)
     long = d == dv == 128 and walk >= (LONG if spec.keep is None else 2 * LONG)
     stages, keys = (3, 1) if long else (2, 2)
-    return BackwardPlan(d, dv, 64, 1 if spec.keep is None else 16, adds, rows, stages, keys)
+    swizzle = (ABREAST if ordered else 1) if spec.keep is None else (ABREAST_MASKED if ordered else 16)
+    return BackwardPlan(d, dv, 64, swizzle, narrow, ordered, rows, stages, keys)
 
 
 def describe_backward(problem: Problem) -> str:
     """What the backward does, in a line of the plan."""
     plan = plan_backward(problem)
     keys = "tiles of 128 keys" if plan.narrow else "tiles of 64 keys, a warpgroup for each product's role"
+    if plan.ordered:
+        return f"backward: {keys}, which add to dq in float32 in the order of the keys"
     if plan.adds:
         return f"backward: {keys}, which add to dq in float32 in whatever order they come"
     return f"backward: {keys}; dq by tiles of 128 rows, in a kernel of its own"
@@ -92,4 +100,4 @@ def workspace_bytes(problem: Problem) -> int:
     rows = plan.rows
     tiles = s.seqlen_q // rows + s.batch if varlen else -(-s.seqlen_q // rows)
     units = s.num_heads_q * (1 if varlen else s.batch)
-    return units * (s.seqlen_q * 3 * 4 + tiles * rows * 4 * (2 + (plan.d if plan.adds else 0)))
+    return units * (s.seqlen_q * 3 * 4 + tiles * rows * 4 * (2 + (plan.d if plan.adds else 0)) + tiles * 4)

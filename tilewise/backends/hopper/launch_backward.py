@@ -5,7 +5,7 @@
     prepare_again         m, low and delta of marked heads once more, exactly; usually for nothing
     halves                dk, dv, and the sums of dq; head dimensions up to 128
     collect_rows          dq
-    roles, rows           for wider heads: dk and dv; dq. `rows` too where bits must repeat
+    roles, rows           for wider heads: dk and dv; dq
     second look (Triton)  keys and rows of marked heads once more; the usual call has none, and the host reads nothing
 
 A leaf whose gradient is summed along rows or pairs, and the sink's, need a pass of the Triton backend, which then gives
@@ -53,8 +53,8 @@ _NUMBERS = (
 )  # fmt: skip
 HALVES = Entry(
     "halves", "tilewise.backends.hopper.backward_kernel", "halves_program",
-    (*_TENSORS, "dq_ptr", "marks_ptr", "counter_ptr", *_NUMBERS), (),
-    ("HAS_MASK", "HAS_TERMS", "BM", "D", "ST", "KV", *_FLAGS, "ADD", "WORKER", "LOADER"),
+    (*_TENSORS, "dq_ptr", "marks_ptr", "counter_ptr", "turns_ptr", *_NUMBERS), (),
+    ("HAS_MASK", "HAS_TERMS", "BM", "D", "ST", "KV", *_FLAGS, "ADD", "ORDER", "WORKER", "LOADER"),
 )  # fmt: skip
 ROLES = Entry(
     "roles", "tilewise.backends.hopper.backward_roles", "roles_program", (*_TENSORS, "marks_ptr", *_NUMBERS), (),
@@ -79,11 +79,13 @@ _launchers: dict[tuple[object, ...], GluonLauncher] = {}
 
 
 class Lines(NamedTuple):
-    """The rows' numbers as tiles of 64, and the tiles' sums of dq (none where another pass gives dq)."""
+    """The rows' numbers by tiles, and the tiles' sums of dq (none where another pass gives dq), each with a number that
+    says which tile of keys is to add next."""
 
     m: Tensor
     delta: Tensor
     sums: Tensor
+    turns: Tensor
     tiles: int
 
 
@@ -116,7 +118,7 @@ class HopperCall(Call):
         s, tiles = self.problem.shape, line_tiles(self.problem)
         count = tiles * s.num_heads_q * (1 if self.varlen else s.batch)
         rows = count * self.plan.rows
-        m, delta, sums = (self._floats(n) for n in (rows, rows, max(count * floats, 4)))
+        m, delta, sums = (self._floats(n) for n in (rows, rows, count * (floats + 1)))
         out = self.out if readable(self.problem, (self.out,)) else self.out.contiguous()
         strides = [x // 8 for t in (self.own_do, out) for x in keyed_strides(self.problem, t)]
         exact = not self.problem.options.subset
@@ -136,7 +138,7 @@ class HopperCall(Call):
         plain_launcher(fill_lines, build, self.device)(count, values)
         if exact:
             self.prepare()
-        return Lines(m, delta, sums, tiles)
+        return Lines(m, delta, sums, sums[count * floats :].view(torch.int32), tiles)
 
     def line_strides(self, t: Tensor | None) -> tuple[int, ...]:
         """(batch, head, row) strides of numbers of rows."""
@@ -190,11 +192,11 @@ class HopperCall(Call):
             self.box(x.q, plan.rows, width), self.box(self.own_do, plan.rows, width), self.box(x.k, rows, width),
             self.box(x.v, 64, width), line_box(lines.m, plan.rows), line_box(lines.delta, plan.rows),
             self.box(dk, 64, width), self.box(dv, 64, width), dk, dv,
-            *((lines.sums, self.marks, self.counter) if narrow else (self.marks,)), *self.places[1:],
+            *((lines.sums, self.marks, self.counter, lines.turns) if narrow else (self.marks,)), *self.places[1:],
             *keyed_strides(self.problem, dk), *keyed_strides(self.problem, dv), *self.sizes, lines.tiles, key_tiles,
             plan.swizzle, _number(x.q_offset), _number(x.k_offset), s.head_dim, s.head_dim_v, x.scale,
         )  # fmt: skip
-        constants = self.flags() | plan.key_constants() | {"ADD": add}
+        constants = self.flags() | plan.key_constants() | {"ADD": add, "ORDER": add and plan.ordered}
         grid = units * key_tiles
         if narrow:
             grid = min(grid, machine_of(self.device).sms)
