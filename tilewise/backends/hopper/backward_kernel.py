@@ -11,9 +11,10 @@ dS meets in shared memory, and each warpgroup makes half of dq = dS K (half of t
 rows), which it adds to a float32 buffer in the order in which threads hold it: shared memory is as busy as the matrix
 unit, and additions from registers do not pass through it. That product is issued an iteration late, so that no half
 waits for the other; S of the next rows is issued behind dK of these, so that the matrix unit does not wait for the
-loop; k and v of the next tile are loaded, and dk and dv of the last one leave, while this one is worked on. Where bits must repeat (ORDER), one warp more keeps the order: it waits until the tile of keys
-before this one has added to a row tile, says so to the halves, and passes the turn on behind their additions; neither
-the halves nor the producer wait for memory.
+loop; k and v of the next tile are loaded, and dk and dv of the last one leave, while this one is worked on. Where bits
+must repeat (ORDER), one warp more keeps the order: it waits until the tile of keys before this one has added to a row
+tile, says so to the halves, and passes the turn on behind their additions; neither the halves nor the producer wait for
+memory.
 State in registers: dk, dv and scores. Shared memory: k, v, rings of q, do and the rows' numbers.
 
 Source: Shah et al., FlashAttention-3, 2024, https://arxiv.org/abs/2407.08608; measurements in docs/hopper-backward.md.
@@ -330,10 +331,11 @@ def walk(
 def halves_program(
     q_desc, do_desc, k_desc, v_desc, m_desc, delta_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, dq_ptr, marks_ptr,
     counter_ptr, turns_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, dk_b, dk_h, dk_n,
-    dv_b, dv_h, dv_n, batch, heads, group, seqlen_q, seqlen_k, row_tiles, key_tiles, swizzle, q_offset, k_offset, size_d,
-    size_dv, scale, data, HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr, BM: gl.constexpr, D: gl.constexpr,
-    ST: gl.constexpr, KV: gl.constexpr, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr,
-    K_OFFSET: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr, WORKER: gl.constexpr, LOADER: gl.constexpr,
+    dv_b, dv_h, dv_n, batch, heads, group, seqlen_q, seqlen_k, row_tiles, key_tiles, swizzle, q_offset, k_offset,
+    size_d, size_dv, scale, data, HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr, BM: gl.constexpr, D: gl.constexpr,
+    ST: gl.constexpr, KV: gl.constexpr, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET:
+    gl.constexpr, K_OFFSET: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr, WORKER: gl.constexpr, LOADER:
+    gl.constexpr,
 ):  # fmt: skip
     """Two halves of 128 keys, and the producer. BM: rows of a tile. KV: tiles of keys in shared memory. WORKER, LOADER:
     registers of a thread of each. ORDER: additions to dq in a fixed order; turns_ptr: whose turn it is, a number below
