@@ -52,7 +52,7 @@ def _call(d: int, d_v: int, mask=None, scores=(), packed=False, deterministic=Fa
 @pytest.fixture
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, object]]:
     """The Gluon kernels that calls launch, as (kernel, build), instead of launches."""
-    from tilewise.backends.hopper import launch_backward
+    from tilewise.backends.hopper import launch_backward, repeat_backward
     from tilewise.backends.triton import launch_backward as low
     from tilewise.backends.triton.machine import INTERPRETED
 
@@ -65,7 +65,9 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, object]]:
     monkeypatch.setattr(launch_backward, "GluonLauncher", note)
     monkeypatch.setattr(launch_backward, "_launchers", {})
     monkeypatch.setattr(launch_backward, "plain_launcher", lambda *a: lambda *launch: None)
-    monkeypatch.setattr(low, "kernel_launcher", lambda *a: lambda *launch: None)
+    monkeypatch.setattr(launch_backward, "kernel_launcher", lambda *a: lambda *launch: None)
+    monkeypatch.setattr(repeat_backward, "tapes", {})
+    monkeypatch.setattr(launch_backward, "tapes", repeat_backward.tapes)
     monkeypatch.setattr(low, "machine_of", lambda device: INTERPRETED)
     monkeypatch.setattr(launch_backward, "machine_of", lambda device: INTERPRETED)
     return found
@@ -130,6 +132,55 @@ def test_the_plan_says_how_dq_is_made(d: int, d_v: int, options: dict) -> None:
     assert ("in whatever order" in said) == (narrow and not options)
     assert ("in the order of the keys" in said) == (narrow and bool(options))
     assert ("dq by tiles of 128 rows" in said) != narrow
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"mask": tw.causal()}, {"packed": True}, {"deterministic": True}], ids=str
+)
+@pytest.mark.parametrize(("d", "d_v"), [(128, 128), (192, 128)])
+def test_a_second_backward_launches_the_same_on_its_own_tensors(
+    d: int, d_v: int, options: dict, builds: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the tape: the same numbers, and in the place of each tensor the one of this call."""
+    from dataclasses import replace
+
+    from tilewise.backends.hopper import launch_backward, repeat_backward
+
+    noted: list[tuple[int, list]] = []
+
+    def launcher(*made: object):
+        return lambda grid, values: noted.append((grid, list(values)))
+
+    for name in ("GluonLauncher", "plain_launcher", "kernel_launcher"):
+        monkeypatch.setattr(launch_backward, name, launcher)
+    problem, inputs, saved, grads, needs = _call(d, d_v, **options)
+    others = replace(inputs, q=inputs.q.clone(), k=inputs.k.clone(), v=inputs.v.clone())
+    saved_too, grads_too = tuple(t.clone() for t in saved), (grads[0].clone(), None)
+    first = launch_backward.backward(problem, inputs, saved, grads, needs)
+    ordinary = noted.copy()
+    noted.clear()
+    second = launch_backward.backward(problem, others, saved_too, grads_too, needs)
+    (tape,) = repeat_backward.tapes.values()
+    assert tape is not None and len(noted) == len(ordinary)
+    old = (inputs.q, inputs.k, inputs.v, *saved, grads[0], first.dq, first.dk, first.dv)
+    new = (others.q, others.k, others.v, *saved_too, grads_too[0], second.dq, second.dk, second.dv)
+    places = {a.data_ptr(): b.data_ptr() for a, b in zip(old, new, strict=True)}
+    assert all(a.shape == b.shape and a.stride() == b.stride() for a, b in zip(old, new, strict=True))
+    seen = set()
+    for (grid, values), (grid_too, values_too) in zip(ordinary, noted, strict=True):
+        assert grid == grid_too
+        for a, b in zip(values, values_too, strict=True):
+            base = getattr(a, "base", a)
+            if isinstance(base, torch.Tensor):
+                got = b.data_ptr() if hasattr(b, "data_ptr") else b
+                wanted = places.get(base.data_ptr())
+                seen.add(wanted)
+                assert wanted is None or got == wanted
+                if base is not a:
+                    assert (list(a.shape), list(a.strides)) == (list(b.shape), list(b.strides))
+            else:
+                assert a == b
+    assert seen >= set(places.values())
 
 
 def test_memory_is_linear_in_length() -> None:

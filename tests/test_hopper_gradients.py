@@ -173,6 +173,17 @@ def test_parts_of_the_keys_add_up(d: int) -> None:
         _close(torch.cat([p.dv for p in parts], 2), wanted[2], call.dtype)
 
 
+@pytest.mark.parametrize("d", (64, 128, 192))
+@pytest.mark.parametrize("packed", ((), USUAL), ids=("dense", "packed"))
+def test_a_second_call_of_a_kind_works_on_its_own_tensors(d: int, packed: Any) -> None:
+    calls = [Call(d, packed=packed, mask=CAUSAL) for _ in range(3)]
+    for n, call in enumerate(calls):
+        call.tensors = [t * (1 + n) for t in call.tensors]
+    for call in calls:
+        for one, other in zip(call.gradients("hopper"), call.gradients("naive"), strict=True):
+            _close(one, other, call.dtype)
+
+
 @pytest.mark.parametrize("d", (64, 128, 256))
 def test_strides_and_offsets_of_batch_entries(d: int) -> None:
     call = Call(d, rows=300, keys=900, mask=CAUSAL, q_offset=torch.tensor([100, 600], device="cuda"))

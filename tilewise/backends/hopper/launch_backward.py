@@ -14,6 +14,7 @@ dq, too; other leaves have passes of their own there, and of those along columns
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,11 +23,12 @@ import torch
 from tilewise.backends.hopper.backward_tiles import plan_backward
 from tilewise.backends.hopper.compile import GluonLauncher, descriptor_type, shared_layout
 from tilewise.backends.hopper.descriptors import readable
+from tilewise.backends.hopper.repeat_backward import Own, Tape, kind_of, outside, remember, tapes
 from tilewise.backends.hopper.source import module_of
 from tilewise.backends.protocol import Gradients, Needs
 from tilewise.backends.triton.backward_entries import PREPARE
 from tilewise.backends.triton.compile import Build, types_of
-from tilewise.backends.triton.launch import plain_launcher
+from tilewise.backends.triton.launch import kernel_launcher, plain_launcher
 from tilewise.backends.triton.launch_backward import FEW_KEYS, LARGE, SLOPES, Call
 from tilewise.backends.triton.launch_forward import _number
 from tilewise.backends.triton.layout import describe
@@ -36,6 +38,8 @@ from tilewise.backends.triton.machine import machine_of
 from tilewise.backends.triton.source import Entry, argument_types
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from tilewise.backends.triton.tiles import Tiles
@@ -103,11 +107,30 @@ class HopperCall(Call):
     """do as the copy engine reads it, in the inputs' type."""
 
     def __init__(self, *values: Any) -> None:
+        self.tape = Tape()
         super().__init__(*values)
+        if self.varlen:
+            self.tape.own = [Own(self.m, math.inf), Own(self.low, 0.0), Own(self.delta, 0.0)]
         self.plan = plan_backward(self.problem)
         heads = self.marks.numel()
-        room = self.marks.new_zeros(heads + 1)
+        room = self.tape.keep(self.marks.new_zeros(heads + 1), 0.0)
         self.marks, self.counter = room[:heads], room[heads:]
+
+    # ---- memory and launches, which the tape notes ---------------------------------------------------------
+
+    def _floats(self, n: int) -> Tensor:
+        return self.tape.keep(super()._floats(n))
+
+    def _gradient(self, like: Tensor) -> Tensor:
+        return self.tape.keep(super()._gradient(like), 0.0 if self.varlen else None)
+
+    def _sums(self, sites: tuple[int, ...], tokens: int) -> Tensor:
+        return self.tape.keep(super()._sums(sites, tokens), 0.0 if self.varlen else None)
+
+    def start(self, run: Any, grid: int, values: Sequence[object]) -> None:
+        """Launch a kernel."""
+        self.tape.note(run, grid, values)
+        run(grid, values)
 
     # ---- around the main kernels ---------------------------------------------------------------------------
 
@@ -135,7 +158,7 @@ class HopperCall(Call):
             ("EVEN", self.dv == s.head_dim_v), ("BM", self.plan.rows),
         )  # fmt: skip
         build = Build(types_of(names, values, kinds), (0, 1, 7, 8, 9), constants, 4, 1)
-        plain_launcher(fill_lines, build, self.device)(count, values)
+        self.start(plain_launcher(fill_lines, build, self.device), count, values)
         if exact:
             self.prepare()
         return Lines(m, delta, sums, sums[count * floats :].view(torch.int32), tiles)
@@ -153,7 +176,9 @@ class HopperCall(Call):
         """As the Triton backend does; but rows are prepared afresh only if some head is marked."""
         if entry is PREPARE:
             entry, grid = AGAIN, min(grid, 4 * machine_of(self.device).sms)
+        self.ahead = []
         super().launch(entry, tiles, grid, values, registers, **constants)
+        self.start(kernel_launcher(*self.ahead[0]), grid, (*values, *self.data))
 
     def collect(self, lines: Lines, parts: int, width: int) -> Tensor:
         """dq from its sums."""
@@ -172,7 +197,7 @@ class HopperCall(Call):
             (("VARLEN", self.varlen), ("BM", self.plan.rows), ("PARTS", parts), ("WIDTH", width)), 4, 1,
         )  # fmt: skip
         units = s.num_heads_q * (1 if self.varlen else s.batch)
-        plain_launcher(collect_rows, build, self.device)(lines.tiles * units, values)
+        self.start(plain_launcher(collect_rows, build, self.device), lines.tiles * units, values)
         return dq
 
     # ---- the main kernels ----------------------------------------------------------------------------------
@@ -180,10 +205,7 @@ class HopperCall(Call):
     def keys(self, lines: Lines, add: bool) -> tuple[Tensor, Tensor]:
         """dk and dv; add: and the sums of dq."""
         s, plan, x = self.problem.shape, self.plan, self.inputs
-        dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x.k, x.v))
-        if self.varlen:
-            dk.zero_()
-            dv.zero_()
+        dk, dv = self._gradient(x.k), self._gradient(x.v)
         narrow = plan.narrow
         rows, width = (128, plan.d) if narrow else (64, plan.width)
         key_tiles = s.seqlen_k // rows + s.batch if self.varlen else -(-s.seqlen_k // rows)
@@ -250,7 +272,7 @@ class HopperCall(Call):
                 if run is None:
                     module = module_of(self.problem.spec, self.slots, entry.module, (entry,))
                     run = _launchers[key] = GluonLauncher(getattr(module, entry.name), build, self.device)
-        run(grid, [bare(v) for v in values])
+        self.start(run, grid, [bare(v) for v in values])
 
     def box(self, t: Tensor, rows: int, width: int) -> Box:
         """A descriptor of a q-, k- or v-like tensor in blocks of rows x width."""
@@ -309,6 +331,10 @@ def backward(
 ) -> Gradients | None:
     """All gradients that are asked for; None where the Triton backend is to make them: for tensors that the copy engine
     does not read, and leaves of another type, summed along columns, or in no order although bits must repeat."""
+    kind = kind_of(problem, inputs, saved, grads, needs)
+    tape = None if kind is None else tapes.get(kind)
+    if tape is not None:
+        return tape(outside(inputs, saved, grads))
     slots = describe(problem.spec, inputs.leaves)
     if slots is None or not readable(problem, (inputs.q, inputs.k, inputs.v)):
         return None
@@ -342,4 +368,8 @@ def backward(
     sink = None
     if wants_sink:
         sink = sink_gradient(call, None if problem.options.subset else sums[-1])
-    return Gradients(dq, dk, dv, leaves.finish(), sink)
+    found = Gradients(dq, dk, dv, leaves.finish(), sink)
+    # Tables of blocks are made from what the leaves hold.
+    if kind is not None and kind not in tapes and not slots.tables:
+        remember(kind, call.tape, outside(inputs, saved, grads), found)
+    return found
