@@ -149,7 +149,9 @@ def build_decode(isa: Isa, dtype: str) -> Any:
             # Rows past the last one are the last one again.
             pack_row(load_i64(w + LANES.row_address, x), dim, q + x * q_row, scale)
         fill(acc, STRIP * acc_row // 4, f32(0.0))
-        fill(s, (block + STRIP) * ROW // 4, f32(0.0))
+        # Lanes that are no rows are read too.
+        for x in range(min(block, keys[1] - keys[0])):
+            fill(s + x * ROW, STRIP, f32(0.0))
         fill(w + LANES.m, STRIP, f32(-math.inf))
         fill(w + LANES.l, STRIP, f32(0.0))
         rows_k = s + (block + STRIP) * ROW
