@@ -35,7 +35,8 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Cell:
-    """One problem. mask: full, causal, window:W (causal, W keys back), documents:MEAN (causal inside each), user.
+    """One problem. mask: full, causal, window:W (causal, W keys back), documents:MEAN (causal inside each), packed:MEAN
+    (the same as packed sequences), user (causal, and of every STRIDE distances the first half) or user:STRIDE.
     score: "", alibi, softcap, bias (a trained (1, H, N, N)), column_bias (trained, (B, 1, 1, N))."""
 
     name: str
@@ -63,6 +64,12 @@ class Cell:
     def mask_number(self) -> int:
         return int(self.mask.partition(":")[2] or 0)
 
+    @property
+    def starts(self) -> Tensor:
+        """Starts of the documents as packed sequences, (sequences + 1,) int32."""
+        ends = torch.bincount(self.documents).cumsum(0)
+        return torch.cat((ends.new_zeros(1), ends)).to(torch.int32)
+
     @functools.cached_property
     def documents(self) -> Tensor:
         """Document of each token, (n,) int32: lengths drawn between half and one and a half of the mean."""
@@ -80,9 +87,10 @@ class Cell:
         causal = j <= q
         if kind == "window":
             return causal & (q - j <= self.mask_number)
-        if kind == "documents":
+        if kind in ("documents", "packed"):
             return causal & (self.documents[i] == self.documents[j])
-        return causal & ((q - j) % STRIDE < STRIDE // 2) if kind == "user" else causal
+        stride = self.mask_number or STRIDE
+        return causal & ((q - j) % stride < stride // 2) if kind == "user" else causal
 
     def pairs(self) -> int:
         """Visible pairs of one head."""
@@ -99,8 +107,12 @@ class Cell:
         """q, k, v and the trained leaf, if any."""
 
         def make(heads: int, n: int, d: int) -> Tensor:
-            size = (self.batch, heads, n, d) if layout == "bhnd" else (self.batch, n, heads, d)
-            return torch.randn(size, device="cuda", dtype=self.dtype)
+            sizes = {
+                "bhnd": (self.batch, heads, n, d),
+                "bnhd": (self.batch, n, heads, d),
+                "nhd": (n, heads, d),
+            }
+            return torch.randn(sizes[layout], device="cuda", dtype=self.dtype)
 
         made = [
             make(self.heads, self.rows, self.d),
@@ -117,8 +129,8 @@ class Cell:
 # ---- tilewise ------------------------------------------------------------------------------------------------
 
 
-def _dilated(q: Any, k: Any) -> Any:
-    return (q - k) % STRIDE < STRIDE // 2
+def _dilated(stride: int) -> tw.Mask:
+    return tw.custom(lambda q, k: (q - k) % stride < stride // 2)
 
 
 def ours(cell: Cell, backend: str) -> tuple[str, Attend]:
@@ -131,13 +143,22 @@ def ours(cell: Cell, backend: str) -> tuple[str, Attend]:
     if kind == "documents":
         mask = mask & tw.document(cell.documents[None].expand(cell.batch, -1))
     if kind == "user":
-        mask = mask & tw.custom(_dilated)
+        mask = mask & _dilated(cell.mask_number or STRIDE)
     fixed = {
         "alibi": lambda: (tw.alibi(tw.alibi_slopes(cell.heads).to("cuda")),),
         "softcap": lambda: (tw.softcap(30.0),),
     }
     terms = fixed[cell.score]() if cell.score in fixed else ()
     deterministic = {"atomics": False, "exact": True}.get(option)
+    if kind == "packed":
+        starts = cell.starts
+
+        def attend_packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return tw.attention_varlen(
+                q, k, v, starts, starts, mask=mask, backend=name, deterministic=deterministic
+            )
+
+        return "nhd", attend_packed
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *leaf: Tensor) -> Tensor:
         scores = tuple(tw.bias(t) for t in leaf) or terms
@@ -179,6 +200,8 @@ def flex(cell: Cell, mode: str | None) -> tuple[str, Attend]:
 
     if cell.dropout:
         raise Refused("flex_attention has no dropout")
+    if cell.mask.startswith("packed"):
+        raise Refused("packed sequences are documents as a mask")
     torch._dynamo.reset()
     # The backward is timed alone, again and again on one graph, whose buffers it must not take for itself.
     torch._functorch.config.donated_buffer = False
@@ -213,12 +236,23 @@ def flex(cell: Cell, mode: str | None) -> tuple[str, Attend]:
 def flash(cell: Cell, version: str) -> tuple[str, Attend]:
     """The flash_attn packages, (B, N, H, D)."""
     kind = cell.mask.partition(":")[0]
-    if kind not in ("full", "causal", "window") or cell.score or cell.dropout:
+    if kind not in ("full", "causal", "window", "packed") or cell.score or cell.dropout:
         raise Refused("not among its features")
     if version == "fa3":
-        from fa3_fwd_interface import flash_attn_func
+        from fa3_fwd_interface import flash_attn_func, flash_attn_varlen_func
     else:
-        from flash_attn.cute import flash_attn_func
+        from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+    if kind == "packed":
+        starts, longest = cell.starts, int(torch.bincount(cell.documents).max())
+
+        def attend_packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            numbers = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+            found = flash_attn_varlen_func(
+                q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, causal=True, **numbers
+            )
+            return found[0] if isinstance(found, tuple) else found
+
+        return "nhd", attend_packed
     options: dict[str, Any] = {"window_size": (cell.mask_number, 0)} if kind == "window" else {}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -258,12 +292,14 @@ SECTIONS: dict[str, tuple[Cell, ...]] = {
     "features": (
         Cell("window1024", 1, 16, 16, 16384, 128, "window:1024"),
         Cell("documents1024", 1, 16, 16, 16384, 128, "documents:1024"),
+        Cell("packed1024", 1, 16, 16, 16384, 128, "packed:1024"),
         Cell("alibi-causal", 1, 16, 16, 16384, 128, "causal", "alibi"),
         Cell("softcap-causal", 1, 16, 16, 16384, 128, "causal", "softcap"),
         Cell("bias", 1, 16, 16, 8192, 128, "full", "bias"),
         Cell("column_bias", 1, 16, 16, 16384, 128, "full", "column_bias"),
         Cell("dropout-causal", 1, 16, 16, 16384, 128, "causal", dropout=0.1),
         Cell("user-causal", 1, 16, 16, 16384, 128, "user"),
+        Cell("user12-causal", 1, 16, 16, 16384, 128, "user:12"),
     ),
     "grouped": (
         Cell("gqa32/8-D128-N8192-causal", 2, 32, 8, 8192, 128, "causal"),
