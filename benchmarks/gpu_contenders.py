@@ -6,7 +6,8 @@ code, slopes) is made before and is in no time.
 
     triton, hopper, ...   tilewise.attention with that backend; `+atomics` says deterministic=False, `+exact` True
     sdpa_flash, sdpa_cudnn   scaled_dot_product_attention held to one backend
-    flex, flex_tuned      flex_attention compiled by default, and with mode max-autotune-no-cudagraphs
+    flex, flex_tuned, flex_flash   flex_attention compiled by default, with mode max-autotune-no-cudagraphs, and with its
+                          kernel of flash_attn.cute (BACKEND="FLASH")
     fa3, fa4              fa3_fwd_interface and flash_attn.cute
 """
 
@@ -193,8 +194,8 @@ def sdpa(cell: Cell, backend: str) -> tuple[str, Attend]:
     return "bhnd", attend
 
 
-def flex(cell: Cell, mode: str | None) -> tuple[str, Attend]:
-    """flex_attention, compiled."""
+def flex(cell: Cell, mode: str | None, options: dict[str, Any] | None = None) -> tuple[str, Attend]:
+    """flex_attention, compiled; options: those of its kernel."""
     import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -228,7 +229,15 @@ def flex(cell: Cell, mode: str | None) -> tuple[str, Attend]:
             return s + leaf[0][b, 0, 0, j]
 
         terms = {"alibi": alibi, "softcap": softcap, "bias": bias, "column_bias": column_bias}
-        return compiled(q, k, v, score_mod=terms.get(cell.score), block_mask=block_mask, enable_gqa=gqa)
+        return compiled(
+            q,
+            k,
+            v,
+            score_mod=terms.get(cell.score),
+            block_mask=block_mask,
+            enable_gqa=gqa,
+            kernel_options=options,
+        )
 
     return "bhnd", attend
 
@@ -269,6 +278,7 @@ def contender(name: str, cell: Cell) -> tuple[str, Attend]:
         "sdpa_cudnn": lambda: sdpa(cell, "cudnn"),
         "flex": lambda: flex(cell, None),
         "flex_tuned": lambda: flex(cell, "max-autotune-no-cudagraphs"),
+        "flex_flash": lambda: flex(cell, None, {"BACKEND": "FLASH"}),
         "fa3": lambda: flash(cell, "fa3"),
         "fa4": lambda: flash(cell, "fa4"),
     }
