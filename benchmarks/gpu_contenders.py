@@ -6,8 +6,8 @@ code, slopes) is made before and is in no time.
 
     triton, hopper, ...   tilewise.attention with that backend; `+atomics` says deterministic=False, `+exact` True
     sdpa_flash, sdpa_cudnn   scaled_dot_product_attention held to one backend
-    flex, flex_tuned, flex_flash   flex_attention compiled by default, with mode max-autotune-no-cudagraphs, and with its
-                          kernel of flash_attn.cute (BACKEND="FLASH")
+    flex, flex_tuned, flex_flash   flex_attention compiled by default, with mode max-autotune-no-cudagraphs, and with
+                          its kernel of flash_attn.cute (BACKEND="FLASH")
     fa3, fa4              fa3_fwd_interface and flash_attn.cute
 """
 
