@@ -78,7 +78,7 @@ def compile_forward(
         "PACK": 1, "VARLEN": False, "USED_Q": False, "USED_K": False, "Q_OFFSET": "last", "K_OFFSET": "int",
         "SINK": False, "CARE": mask is not None or bool(scores), "STORE": "tiles",
     } | flags  # fmt: skip
-    present = {"flag_ptr"} if constants["CARE"] else set()
+    present: set[str] = set()
     if constants["VARLEN"]:
         present |= {"cu_q_ptr", "cu_k_ptr"}
     if constants["SINK"]:

@@ -54,12 +54,13 @@ def test_every_head_dimension(sizes, dtype):
         assert (lse.double() - lse64).nan_to_num(0.0, 0.0, 0.0).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("divisor", (1, 2, 3, 7, 64, 1000, -1, -5))
+@pytest.mark.parametrize("divisor", (1, 2, 3, 7, 12, 64, 100, 129, 1000, -1, -5))
 def test_division_by_a_number_rounds_down(divisor):
     q, k, v = (_drawn(1, 2, 300, 64) for _ in range(3))
     for mask in (
         tw.custom(lambda q, k: (q - k) % divisor == 0),
         tw.custom(lambda q, k: (k - q) // divisor % 2 == 0),
+        tw.custom(lambda q, k: (q // divisor == k // divisor) | (k % divisor == 1)),
     ):
         out = tw.attention(q, k, v, mask=mask, backend="hopper")
         wanted = tw.attention(q.double(), k.double(), v.double(), mask=mask, backend="blockwise")
@@ -163,3 +164,36 @@ def test_the_quick_way_gives_the_same_bits():
     double = (t.double() for t in other)
     wanted = tw.attention(*double, mask=tw.causal(), scale=0.11, backend="blockwise")
     _close(tw.attention(*other, mask=tw.causal(), scale=0.11, backend="hopper"), wanted, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    ((2, 6, 3, 700, 900, 128), (2, 16, 2, 9, 3000, 128), (1, 4, 2, 130, 6000, 64), (1, 2, 2, 300, 300, 256)),
+)
+@pytest.mark.parametrize("what", (float("nan"), float("inf")))
+def test_a_value_that_is_not_finite_reaches_who_sees_it_only(sizes, what):
+    """Tiles that met it are done again inside the launch: whole ones, those of grouped heads, those of split keys."""
+    b, h, g, rows, keys, d = sizes
+    q, k, v = _drawn(b, h, rows, d), _drawn(b, g, keys, d), _drawn(b, g, keys, d)
+    v[:, :, keys - 5] = what
+    out, lse = tw.attention(q, k, v, mask=tw.causal(), return_lse=True, backend="hopper")
+    double = (t.double() for t in (q, k, v))
+    wanted, lse64 = tw.attention(*double, mask=tw.causal(), return_lse=True, backend="blockwise")
+    _close(out, wanted, torch.bfloat16)
+    assert (lse.double() - lse64).nan_to_num(0.0, 0.0, 0.0).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(("cap", "size"), ((5.0, 1.0), (30.0, 1.0), (50.0, 2.0**60), (500.0, 1.0)))
+@pytest.mark.parametrize("d", (64, 128, 256))
+def test_scores_that_a_tanh_bounds(cap, size, d):
+    """Weights without a maximum; with values of 2^60 their sums leave float32, and the tile is done again."""
+    q, k, v = _drawn(2, 4, 500, d) * 4, _drawn(2, 4, 400, d) * 4, _drawn(2, 4, 400, d) * size
+    out, lse = tw.attention(
+        q, k, v, mask=tw.causal(), scores=tw.softcap(cap), return_lse=True, backend="hopper"
+    )
+    double = (t.double() for t in (q, k, v))
+    wanted, lse64 = tw.attention(
+        *double, mask=tw.causal(), scores=tw.softcap(cap), return_lse=True, backend="blockwise"
+    )
+    _close(out, wanted, torch.bfloat16)
+    assert torch.equal(lse.isfinite(), lse64.isfinite())

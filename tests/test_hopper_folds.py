@@ -10,7 +10,8 @@ from hopper_compile import spec_of
 
 import tilewise as tw
 from tilewise.backends.hopper import algebra
-from tilewise.backends.hopper.print_fold import plan, print_limits, print_reach, with_literals
+from tilewise.backends.hopper.launch_forward import divisors
+from tilewise.backends.hopper.print_fold import plan, print_limits, print_reach, print_sees, with_literals
 from tilewise.backends.triton.layout import describe
 from tilewise.spec import expression as ex
 from tilewise.spec import words
@@ -220,6 +221,20 @@ def test_divisors_become_literals():
     assert written.text != spec.text and written.text != with_literals(spec, ((0, 4),)).text
     assert "mod %0 8" in ex.to_text(written.keep)
     assert with_literals(spec, ()) is spec
+
+
+@pytest.mark.parametrize(("divisor", "word"), ((12, "mod_along("), (1000, "mod_along("), (8, "& 7"), (-5, "mod_int(")))
+def test_a_remainder_along_columns_is_divided_once_a_row(divisor, word):
+    spec, leaves = spec_of(tw.causal() & tw.custom(lambda q, k: (q - k) % divisor == 1))
+    found = divisors(types.SimpleNamespace(spec=spec), types.SimpleNamespace(ints=(divisor, 1)))
+    assert found == (() if divisor == 1000 else ((0, divisor),))
+    assert word in print_sees(with_literals(spec, found), describe(spec, leaves))
+
+
+def test_a_quotient_of_columns_alone_begins_at_the_block():
+    spec, leaves = spec_of(tw.custom(lambda q, k: q // 12 == k // 12))
+    text = print_sees(with_literals(spec, ((0, 12), (1, 12))), describe(spec, leaves))
+    assert "floordiv_along(k0, j - j0, 1, " in text and "floordiv_int" not in text
 
 
 def test_bounds_that_leave_int32_cut_nothing():

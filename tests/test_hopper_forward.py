@@ -28,7 +28,8 @@ KINDS = {
     "alibi": lambda: compile_forward((128, 128), tw.causal(), alibi_of(16)),
     "user": lambda: compile_forward((128, 128), tw.causal() & tw.custom(lambda q, k: (q - k) % 4 < 2)),
     "packed heads": lambda: compile_forward((128, 128), tw.causal(), PACK=8),
-    "packed sequences": lambda: compile_forward((128, 128), tw.causal(), VARLEN=True),
+    "packed sequences": lambda: compile_forward((128, 128), tw.causal(), VARLEN=True, GAPS=True),
+    "bounded": lambda: compile_forward((128, 128), tw.causal(), tw.softcap(30.0), FUSED=True, BOUNDED=True),
     "float32 out": lambda: compile_forward((128, 128), tw.causal(), dtype=torch.float16, STORE="rows"),
     "sink": lambda: compile_forward((64, 64), tw.window(100, 0), SINK=True),
 }
@@ -62,7 +63,8 @@ def test_a_printed_module_holds_the_spec_and_the_roles():
     from tilewise.backends.hopper.launch_forward import FORWARD, TEMPLATE
 
     text = print_module(spec, slots, TEMPLATE, (FORWARD,))
-    assert spec.text in text
+    assert spec.text in text and "forward_shared" not in text
+    text += print_module(spec, slots, "tilewise.backends.hopper.forward_shared", ())
     for role in (
         "def producer(",
         "def consumer(",
@@ -76,6 +78,8 @@ def test_a_printed_module_holds_the_spec_and_the_roles():
     ):
         assert text.count(role) == 1
     assert "tl.arange" not in text and "hopper.plain" not in text
+    again = print_module(spec, slots, "tilewise.backends.hopper.forward_again_shared", ())
+    assert "def repeat(" in again and "import LINES, fold" in again and "forward_shared" not in again
 
 
 def test_head_dimensions_take_the_smallest_kernel_that_holds_them():

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from tilewise.backends.triton.counters import kept
 
+# torch.cuda.is_current_stream_capturing without its own questions: launches ask it.
+is_capturing = torch._C._cuda_isCurrentStreamCapturing
 _lock = threading.Lock()
 ROOM = 4096
 """Counters of a device, 32 bytes apart."""
@@ -24,7 +26,7 @@ _by_stream: dict[tuple[int, int], Tensor] = {}
 
 def counter(device: int, stream: int) -> Tensor:
     """A counter for a launch on a stream: int32, 0 when the launch begins."""
-    if torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         return _another(device)
     found = _by_stream.get((device, stream))
     if found is None:
@@ -40,7 +42,7 @@ def _another(device: int) -> Tensor:
     """A counter nobody else has; one that the graph clears where there is no room left or nothing could be prepared."""
     with _lock:
         pool = _pools.get(device)
-        if pool is None and not torch.cuda.is_current_stream_capturing():
+        if pool is None and not is_capturing():
             place = torch.device("cuda", device)
             pool = kept(lambda: torch.zeros(ROOM * _STEP, dtype=torch.int32, device=place))
             _pools[device] = pool

@@ -41,7 +41,13 @@ def is_broken(acc, acc2, E1: gl.constexpr, RO: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(pointers, acc, inverse, alive, size, FIRST: gl.constexpr, E: gl.constexpr, OL: gl.constexpr):
+def leave(pointer, number):
+    """Write the number of a tile where a float stands."""
+    gl.store(pointer, number.to(gl.float32, bitcast=True))
+
+
+@gluon.jit
+def store_rows(pointers, acc, inverse, alive, size, FIRST, E: gl.constexpr, OL: gl.constexpr):
     """acc * inverse to memory, row by row."""
     d = FIRST + gl.arange(0, E, layout=gl.SliceLayout(0, OL))
     out = (acc * inverse[:, None]).to(pointers.dtype.element_ty)
@@ -78,3 +84,21 @@ def write_tile(desc, desc2, o, o2, at, acc, acc2, inverse, WAIT: gl.constexpr, E
     tma_store(desc, at + (0,), o)
     if E1 > 0:
         tma_store(desc2, at + (E0,), o2)
+
+
+@gluon.jit
+def write_out(
+    desc, desc2, o, o2, out_ptr, strides, where, acc, acc2, inverse, rows, h_rows, size, WAIT: gl.constexpr,
+    STORE: gl.constexpr, VARLEN: gl.constexpr, PACK: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr,
+    OL: gl.constexpr, OL2: gl.constexpr,
+):  # fmt: skip
+    """A tile to memory: by the copy engine if STORE says so and the tile is whole, else row by row."""
+    o_s, o_b, o_h, o_n = strides
+    split, b, row0, n_q, first, head, g, group = where
+    if STORE == "rows" or (VARLEN and first + 64 // PACK > n_q):
+        pointers = out_ptr + split.to(gl.int64) * o_s + b * o_b + row0 * o_n
+        pointers = pointers + h_rows.to(gl.int64) * o_h + rows.to(gl.int64) * o_n
+        write_rows(pointers, acc, acc2, inverse, rows < n_q, size, E0, E1, OL, OL2)
+    else:
+        inner = 0 if PACK > 1 else head - g * group
+        write_tile(desc, desc2, o, o2, (b, g, row0 + first, inner), acc, acc2, inverse, WAIT, E0, E1, OL, OL2)

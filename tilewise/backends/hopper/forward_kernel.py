@@ -19,23 +19,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.backends.hopper.forward_again_shared import repeat
 from tilewise.backends.hopper.forward_finish import (
     LOWEST,
     close_rows,
     is_broken,
-    write_rows,
-    write_tile,
+    leave,
+    write_out,
 )
-from tilewise.backends.hopper.forward_place import lines_of, notes, offset_of, place
+from tilewise.backends.hopper.forward_gaps import fill_gaps
+from tilewise.backends.hopper.forward_place import BLOCKS, RECORD, lines_of, looked_at, offset_of, place
+from tilewise.backends.hopper.forward_shared import LINES, fold, next_code, parts_of, seen_blocks
 from tilewise.backends.hopper.forward_state import add_values, raise_top, scores_of, settle, top_of, weigh
-from tilewise.backends.hopper.plain import BELOW, LINES, OTHER, kinds, limits, reach, row_parts, scores, sees
-from tilewise.backends.hopper.rings import barriers, cut, get, here, hidden, load_tile, put, rescale, slots_of
+from tilewise.backends.hopper.rings import barriers, get, load_tile, put, put_wide, rescale, slots_of
 
-BLOCKS = gl.constexpr(32)
-"""Key blocks classified at once: one a lane."""
-FIELDS = gl.constexpr(10)
-"""Numbers that tell the consumers about a tile: b, head, KV head, tile, split, first row, rows, keys, where notes about
-it begin, and how far apart they are."""
+FIELDS = gl.constexpr(9)
+"""Numbers that tell the consumers about a tile: b, head, KV head, tile, split, first row, rows, keys, and its own."""
 GROWTH = gl.constexpr(8.0)
 """Powers of two by which a row's maximum may grow before the state is rescaled."""
 
@@ -44,71 +43,10 @@ GROWTH = gl.constexpr(8.0)
 
 
 @gluon.jit
-def codes_of(top, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, group, data, NWG: gl.constexpr,
-             BN: gl.constexpr, PACK: gl.constexpr):  # fmt: skip
-    """A number for each of the 32 key blocks below `top`: -1 if it is EMPTY for all rows, else the block << 10, and for
-    warpgroup w bit 1 + w if it is EMPTY, bit 4 + w and 7 + w unless a condition of the mask is FULL."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    block = top - BLOCKS + gl.arange(0, BLOCKS, layout=lanes)
-    j0 = block * BN
-    j1 = gl.minimum(j0 + BN, n_k) - 1
-    if PACK > 1:
-        g = head
-        h0, h1 = head * PACK, head * PACK + (PACK - 1)
-    else:
-        g = head // group
-        h0, h1 = head, head
-    code = block << 10
-    seen = block < 0
-    # One copy of the printed code: the producer has few registers.
-    for w in range(hidden(NWG)):
-        row = tile * (64 * NWG) + w * 64
-        i0 = row // PACK
-        i1 = gl.minimum((row + 63) // PACK, n_q - 1)
-        kind = kinds(gl.minimum(i0, i1), i1, j0, j1, q_offset, k_offset, b, h0, h1, g, data)
-        kind = gl.where((block < end) & (i0 < n_q), kind, kind & -2)
-        code |= ((kind & 1) ^ 1) << (1 + w)
-        code |= ((kind >> 1) & 1) << (4 + w)
-        code |= ((kind >> 2) & 1) << (7 + w)
-        seen |= (kind & 1) != 0
-    return gl.where(seen & (block >= begin), code, -1)
-
-
-@gluon.jit
-def next_code(j, top, codes, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, group, data,
-              NWG: gl.constexpr, BN: gl.constexpr, PACK: gl.constexpr):  # fmt: skip
-    """The code of the last block below j that some row sees, or -1; and the end of the 32 blocks it was found in."""
-    found = gl.max(gl.where((codes >> 10) < j, codes, -1), 0)
-    while (found < 0) & (top - BLOCKS > begin):
-        top -= BLOCKS
-        codes = codes_of(
-            top, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, group, data, NWG, BN, PACK
-        )
-        found = gl.max(codes, 0)
-    return found, top, codes
-
-
-@gluon.jit
-def seen_blocks(begin, end, b, head, tile, n_q, q_offset, k_offset, group, data, NWG: gl.constexpr, BN: gl.constexpr,
-                PACK: gl.constexpr):  # fmt: skip
-    """begin and end narrowed to the key blocks that the comparisons of the mask leave to the rows of a tile."""
-    if PACK > 1:
-        g = head
-        h0, h1 = head * PACK, head * PACK + (PACK - 1)
-    else:
-        g = head // group
-        h0, h1 = head, head
-    i0 = tile * (64 * NWG) // PACK
-    i1 = gl.minimum((tile * (64 * NWG) + 64 * NWG - 1) // PACK, n_q - 1)
-    low, high = reach(i0, i1, q_offset, k_offset, b, h0, h1, g, data)
-    return gl.maximum(begin, gl.maximum(low, 0) // BN), gl.minimum(end, high // BN + 1)
-
-
-@gluon.jit
 def producer(
     q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, tile_s, code_s, q_full, q_empty,
     k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, ranges, sizes, tables, offsets, total, group,
-    low_tiles, split_tiles, data, NWG: gl.constexpr, BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
+    split_tiles, data, NWG: gl.constexpr, BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
     E0: gl.constexpr, E1: gl.constexpr, ST: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr,
     USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr, RANGES: gl.constexpr,
 ):  # fmt: skip
@@ -124,7 +62,9 @@ def producer(
     v_b, v_g, v_n = 0, 0, 0
     t = gl.program_id(0)
     while t < total:
-        b, head, tile, split, row0, n_q, key0, n_k = place(t, sizes, tables, VARLEN, USED_Q, USED_K, TOKENS)
+        b, head, tile, split, row0, n_q, key0, n_k = place(
+            t, sizes, tables, VARLEN, USED_Q, USED_K, TOKENS, 1
+        )
         raw = 0
         if tile * TOKENS < n_q:
             tb = 0 if VARLEN else b
@@ -137,14 +77,16 @@ def producer(
             end = gl.minimum(begin + each, blocks)
             none = begin
             if RANGES:
-                seen_at = range_ptr + b * range_b + head * range_h + tile * 2
-                begin, end = gl.maximum(begin, gl.load(seen_at)), gl.minimum(end, gl.load(seen_at + 1))
+                begin, end, top, codes = looked_at(
+                    range_ptr + b * range_b + head * range_h + tile * RECORD, begin, end
+                )
             elif LINES:
                 begin, end = seen_blocks(
                     begin, end, b, head, tile, n_q, q_pos, k_pos, group, data, NWG, BN, PACK
                 )
-            codes = gl.full([BLOCKS], -1, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-            top = end + BLOCKS
+            if not RANGES:
+                codes = gl.full([BLOCKS], -1, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+                top = end + BLOCKS
             code = -1
             below = end
             fresh = True
@@ -152,7 +94,7 @@ def producer(
             while going:
                 follow, top, codes = next_code(
                     below, top, codes, begin, end, b, head, tile, n_q, n_k, q_pos, k_pos, group, data, NWG, BN,
-                    PACK)  # fmt: skip
+                    PACK, 1)  # fmt: skip
                 if code < 0:
                     # The first round finds the first block. A tile without keys is one block of which nothing is seen.
                     code = gl.where(follow < 0, (none << 10) | (63 << 4), follow)
@@ -176,8 +118,7 @@ def producer(
                     if fresh:
                         slot = ti & 1
                         mbarrier.wait(tile_empty.index(slot), ((ti >> 1) & 1) ^ 1)
-                        note, step = notes(b, head, tile, split, row0, sizes, low_tiles, VARLEN, NWG, PACK)
-                        about = (b, head, g, tile, split, row0, n_q, n_k, note, step)
+                        about = (b, head, g, tile, split, row0, n_q, n_k, t)
                         for f in gl.static_range(FIELDS):
                             put(tile_s, slot * FIELDS + f, about[f])
                         mbarrier.arrive(tile_full.index(slot), count=1)
@@ -219,49 +160,38 @@ def producer(
 
 
 @gluon.jit
-def fold(s, code, w: gl.constexpr, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data,
-         FIRST: gl.constexpr, FUSED: gl.constexpr, BN: gl.constexpr, SL: gl.constexpr):  # fmt: skip
-    """(u, rate, shift) of a tile of products: u * rate + shift is its score in powers of two, -inf where hidden."""
-    j0 = (code >> 10) * BN
-    k0 = j0 + k_offset
-    j = (j0 + gl.arange(0, BN, layout=gl.SliceLayout(0, SL)))[None, :]
-    i = rows[:, None]
-    u, rate, shift = scores(s, parts, i, j, i + q_offset, j + k_offset, j0, k0, b, h, g, scale, FUSED, data)
-    shift = gl.zeros([64, 1], gl.float32, SL) + shift
-    if LINES or FIRST:
-        cuts = False
-        if LINES:
-            cuts = ((code >> (4 + w)) & 1) != 0
-        # The last keys, which may be missing, come first.
-        if FIRST:
-            cuts |= j0 + BN > n_k
-        if cuts:
-            i = here(rows)[:, None]
-            first, last = limits(parts, i, i + q_offset, n_k, k_offset, b, h, g, scale, data)
-            u = cut(u, first - j0, last - j0, BELOW, BN // 2)
-    if OTHER:
-        if ((code >> (7 + w)) & 1) != 0:
-            i = here(rows)[:, None]
-            seen = sees(s, parts, i, j, i + q_offset, j + k_offset, j0, k0, b, h, g, scale, data)
-            u = gl.where(seen, u, float("-inf"))
-    return u, rate, gl.max(shift, 1)
+def first_seen(it, w: gl.constexpr, code_s, k_full, k_empty, v_full, v_empty, ST: gl.constexpr):
+    """(use of the ring, code) of the first block of which warpgroup w sees anything; the last one if there is none."""
+    st = it % ST
+    mbarrier.wait(k_full.index(st), (it // ST) & 1)
+    code = get(code_s, st)
+    while ((code >> (1 + w)) & (code ^ 1) & 1) != 0:
+        mbarrier.arrive(k_empty.index(st), count=1)
+        mbarrier.wait(v_full.index(st), (it // ST) & 1)
+        mbarrier.arrive(v_empty.index(st), count=1)
+        it += 1
+        st = it % ST
+        mbarrier.wait(k_full.index(st), (it // ST) & 1)
+        code = get(code_s, st)
+    return it, code
 
 
 @gluon.jit
 def consumer(
-    w: gl.constexpr, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_s, o_s2, tile_s, code_s, q_full, q_empty,
-    k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr, strides, offsets,
-    group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED: gl.constexpr, NWG: gl.constexpr,
+    w: gl.constexpr, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_s, o_s2, tile_s, code_s, again_s, q_full,
+    q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, strides, offsets,
+    group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED: gl.constexpr, NWG: gl.constexpr,
     BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr,
     E1: gl.constexpr, ST: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, Q_OFFSET: gl.constexpr,
     K_OFFSET: gl.constexpr, SINK: gl.constexpr, CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr,
-    ORDER: gl.constexpr, LAZY: gl.constexpr,
+    ORDER: gl.constexpr, LAZY: gl.constexpr, BOUNDED: gl.constexpr, GAPS: gl.constexpr, USED_Q: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 rows of each tile.
 
     ORDER: O += P v of the block before is waited for early (0), after the row maximum (4) or after the exponentials
     (5): a wait for a barrier in between keeps the compiler from moving it up. With S (-1), which frees the registers of
-    P for folds that need many.
+    P for folds that need many. BOUNDED: scores are a bounded number of powers of two above or below the row's shift, so
+    weights are taken without a maximum, and the state is never rescaled.
     """
     dt: gl.constexpr = q_s.dtype
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, BN, 16])
@@ -280,6 +210,10 @@ def consumer(
     q2 = q_s2.index(w).reshape([64, D1 if D1 > 0 else D0])
     it = 0
     ti = 0
+    if CARE:
+        put_wide(again_s, w, -1)
+    if GAPS and w == 0:
+        fill_gaps(out_ptr, lse_ptr, gaps, (o_n, o_h, l_h), size_dv, USED_Q)
     mbarrier.wait(tile_full.index(0), 0)
     b = get(tile_s, 0)
     while b >= 0:
@@ -293,28 +227,22 @@ def consumer(
         k_offset = offset_of(k_offset0, k_offset_ptr, b, 0, K_OFFSET)
         rows, h_rows = lines_of(head, tile, w, NWG, PACK, RL)
         h = h_rows[:, None] if PACK > 1 else head
-        parts = row_parts(rows[:, None], rows[:, None] + q_offset, b, h, g, scale, data)
+        parts = parts_of(rows, q_offset, b, h, g, scale, data)
 
         # ---- the first block of which this warpgroup sees anything ----
         mbarrier.wait(q_full.index(w), ti & 1)
+        it, code = first_seen(it, w, code_s, k_full, k_empty, v_full, v_empty, ST)
         st = it % ST
-        mbarrier.wait(k_full.index(st), (it // ST) & 1)
-        code = get(code_s, st)
-        while ((code >> (1 + w)) & (code ^ 1) & 1) != 0:
-            mbarrier.arrive(k_empty.index(st), count=1)
-            mbarrier.wait(v_full.index(st), (it // ST) & 1)
-            mbarrier.arrive(v_empty.index(st), count=1)
-            it += 1
-            st = it % ST
-            mbarrier.wait(k_full.index(st), (it // ST) & 1)
-            code = get(code_s, st)
         s = scores_of(q, q2, k_s, k_s2, st, BN, D0, D1, SL)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(st), count=1)
         s, rate, shift = fold(
             s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, True, FUSED, BN, SL)  # fmt: skip
-        # A finite maximum, so that -inf minus it is -inf in rows that see nothing.
-        m = gl.maximum(top_of(s, rate, shift), LOWEST)
+        if BOUNDED:
+            m = shift
+        else:
+            # A finite maximum, so that -inf minus it is -inf in rows that see nothing.
+            m = gl.maximum(top_of(s, rate, shift), LOWEST)
         p = weigh(s, m, rate, shift)
         l = gl.sum(p, 1)  # noqa: E741
         weights = p.to(dt)
@@ -347,8 +275,9 @@ def consumer(
             s, rate, shift = fold(
                 s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, False, FUSED, BN,
                 SL)  # fmt: skip
-            top = top_of(s, rate, shift)
-            m, alpha = raise_top(m, top, GROWTH, LAZY)
+            alpha = gl.full_like(l, 1.0)
+            if not BOUNDED:
+                m, alpha = raise_top(m, top_of(s, rate, shift), GROWTH, LAZY)
             if ORDER == 5:
                 p = weigh(s, m, rate, shift)
                 l = gl.fma(l, alpha, gl.sum(p, 1))  # noqa: E741
@@ -358,9 +287,10 @@ def consumer(
             if ORDER >= 0:
                 acc, acc2 = settle(acc, acc2, E1)
                 mbarrier.arrive(v_empty.index(sv), count=1)
-            if E1 > 0:
-                acc2 = rescale(acc2, gl.convert_layout(alpha, RO2), LAZY, E1 // 2)
-            acc = rescale(acc, gl.convert_layout(alpha, RO), LAZY, E0 // 2)
+            if not BOUNDED:
+                if E1 > 0:
+                    acc2 = rescale(acc2, gl.convert_layout(alpha, RO2), LAZY, E1 // 2)
+                acc = rescale(acc, gl.convert_layout(alpha, RO), LAZY, E0 // 2)
             if ORDER != 5:
                 p = weigh(s, m, rate, shift)
                 l = gl.fma(l, alpha, gl.sum(p, 1))  # noqa: E741
@@ -376,30 +306,33 @@ def consumer(
         tile, split, row0 = get(tile_s, at + 3), get(tile_s, at + 4), 0
         if VARLEN:
             row0, n_q = get(tile_s, at + 5), get(tile_s, at + 6)
-        note = get(tile_s, at + 8) + w * get(tile_s, at + 9)
-        mbarrier.arrive(tile_empty.index(slot), count=1)
+        if not CARE:
+            mbarrier.arrive(tile_empty.index(slot), count=1)
         rows, h_rows = lines_of(head, tile, w, NWG, PACK, RL)
         alive = rows < n_q
         lse, inverse = close_rows(m, l, h_rows, alive, sink_ptr, SINK)
         tb = 0 if VARLEN else b
+        first = (tile * NWG + w) * (64 // PACK)
         lse_line = lse_ptr + split.to(gl.int64) * l_s + tb * l_b + row0
         gl.store(lse_line + h_rows.to(gl.int64) * l_h + rows, lse, mask=alive)
         acc, acc2 = settle(acc, acc2, E1)
         mbarrier.arrive(v_empty.index(sv), count=1)
-        first = (tile * NWG + w) * (64 // PACK)
+        broken = 0
         if CARE:
             broken = is_broken(acc, acc2, E1, RO)
+        if broken != 0:
+            # Until the tile is done again, the place of its first lse tells which one is done after it. All have
+            # written theirs: that the tile is broken was found by all together.
             if first < n_q:
-                gl.store(flag_ptr + note, broken)
-        if STORE == "rows" or (VARLEN and first + 64 // PACK > n_q):
-            pointers = out_ptr + split.to(gl.int64) * o_s0 + tb * o_b + row0 * o_n
-            pointers = pointers + h_rows.to(gl.int64) * o_h + rows.to(gl.int64) * o_n
-            write_rows(pointers, acc, acc2, inverse, alive, size_dv, E0, E1, OL, OL2)
+                leave(lse_line + (head * PACK).to(gl.int64) * l_h + first, get(again_s, w))
+                put_wide(again_s, w, get(tile_s, at + 8))
         else:
-            inner = 0 if PACK > 1 else head - g * group
-            write_tile(
-                o_desc, o_desc2, o_s.index(w), o_s2.index(w), (tb, g, row0 + first, inner), acc, acc2, inverse,
-                not SHARED_OUT, E0, E1, OL, OL2)  # fmt: skip
+            write_out(
+                o_desc, o_desc2, o_s.index(w), o_s2.index(w), out_ptr, (o_s0, o_b, o_h, o_n),
+                (split, tb, row0, n_q, first, head, g, group), acc, acc2, inverse, rows, h_rows, size_dv,
+                not SHARED_OUT, STORE, VARLEN, PACK, E0, E1, OL, OL2)  # fmt: skip
+        if CARE:
+            mbarrier.arrive(tile_empty.index(slot), count=1)
         if SHARED_OUT:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(w), count=1)
@@ -412,15 +345,15 @@ def consumer(
 
 @gluon.jit
 def forward_program(
-    q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, o_desc, o_desc2, out_ptr, lse_ptr, sink_ptr, flag_ptr,
+    q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, o_desc, o_desc2, out_ptr, lse_ptr, sink_ptr,
     counter_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, range_ptr, o_s, o_b, o_h, o_n,
-    l_s, l_b, l_h, batch, heads, group, seqlen_q, seqlen_k, row_tiles, low_tiles, swizzle, splits, split_tiles,
+    l_s, l_b, l_h, batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles,
     range_b, range_h, q_offset, k_offset, size_dv, scale, data, FUSED: gl.constexpr, NWG: gl.constexpr,
     BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr, ST: gl.constexpr,
     PACK: gl.constexpr, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr,
     K_OFFSET: gl.constexpr, SINK: gl.constexpr, CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr,
-    RANGES: gl.constexpr, ORDER: gl.constexpr, LAZY: gl.constexpr, WORKER: gl.constexpr,
-    LOADER: gl.constexpr,
+    RANGES: gl.constexpr, ORDER: gl.constexpr, LAZY: gl.constexpr, BOUNDED: gl.constexpr, GAPS: gl.constexpr,
+    WORKER: gl.constexpr, LOADER: gl.constexpr,
 ):  # fmt: skip
     """The partitions: NWG consumers and the producer. WORKER, LOADER: registers of a thread of each."""
     dt: gl.constexpr = q_desc.dtype
@@ -439,12 +372,12 @@ def forward_program(
             o_t = gl.allocate_shared_memory(dt, [NWG] + o_desc.block_shape, o_desc.layout)
             if E1 > 0:
                 o_t2 = gl.allocate_shared_memory(dt, [NWG] + o_desc2.block_shape, o_desc2.layout)
-    tile_s = slots_of(2 * FIELDS)
-    code_s = slots_of(ST)
+    tile_s, code_s, again_s = slots_of(2 * FIELDS), slots_of(ST), slots_of(NWG)
     q_full, q_empty = barriers(NWG, 1), barriers(NWG, 1)
     k_full, k_empty = barriers(ST, 1), barriers(ST, NWG)
     v_full, v_empty = barriers(ST, 1), barriers(ST, NWG)
     tile_full, tile_empty = barriers(2, 1), barriers(2, NWG)
+    loaded = barriers(1, 1)
     fence_async_shared()
     units = heads if VARLEN else batch * heads
     total = units * row_tiles * splits
@@ -453,45 +386,56 @@ def forward_program(
     offsets = (q_offset, q_offset_ptr, k_offset, k_offset_ptr)
     ranges = (range_ptr, range_b, range_h)
     strides = (o_s, o_b, o_h, o_n, l_s, l_b, l_h)
+    gaps = (cu_q_ptr, used_q_ptr, batch, heads * PACK, seqlen_q)
     # Constants survive in a tuple only where it is written inside the call.
     if NWG == 2:
         gl.warp_specialize([
             (consumer, (
-                0, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
-                k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
-                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG, BN, D0, D1, E0, E1, ST,
-                PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
+                0, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, again_s, q_full,
+                q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
+                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED, NWG, BN, D0, D1, E0, E1,
+                ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, BOUNDED, GAPS,
+                USED_Q)),
             (consumer, (
-                1, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
-                k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
-                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG, BN, D0, D1, E0, E1, ST,
-                PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
+                1, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, again_s, q_full,
+                q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
+                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED, NWG, BN, D0, D1, E0, E1,
+                ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, BOUNDED, GAPS,
+                USED_Q)),
             (producer, (
                 q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, tile_s, code_s,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, ranges, sizes,
-                tables, offsets, total, group, low_tiles, split_tiles, data, NWG, BN, D0, D1, E0, E1, ST, PACK,
+                tables, offsets, total, group, split_tiles, data, NWG, BN, D0, D1, E0, E1, ST, PACK,
                 VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, RANGES)),
         ], [4, 1], [WORKER, LOADER])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (
-                0, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
-                k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
-                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG, BN, D0, D1, E0, E1, ST,
-                PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
+                0, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, again_s, q_full,
+                q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
+                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED, NWG, BN, D0, D1, E0, E1,
+                ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, BOUNDED, GAPS,
+                USED_Q)),
             (consumer, (
-                1, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
-                k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
-                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG, BN, D0, D1, E0, E1, ST,
-                PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
+                1, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, again_s, q_full,
+                q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
+                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED, NWG, BN, D0, D1, E0, E1,
+                ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, BOUNDED, GAPS,
+                USED_Q)),
             (consumer, (
-                2, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, q_full, q_empty,
-                k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, flag_ptr,
-                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG, BN, D0, D1, E0, E1, ST,
-                PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY)),
+                2, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, again_s, q_full,
+                q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
+                strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED, NWG, BN, D0, D1, E0, E1,
+                ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, BOUNDED, GAPS,
+                USED_Q)),
             (producer, (
                 q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, tile_s, code_s,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, ranges, sizes,
-                tables, offsets, total, group, low_tiles, split_tiles, data, NWG, BN, D0, D1, E0, E1, ST, PACK,
+                tables, offsets, total, group, split_tiles, data, NWG, BN, D0, D1, E0, E1, ST, PACK,
                 VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, RANGES)),
         ], [4, 4, 1], [WORKER, WORKER, LOADER])  # fmt: skip
+    if CARE:
+        repeat(
+            again_s, loaded, q_desc, q_desc2, k_desc, k_desc2, v_desc, q_s, q_s2, k_s, k_s2, v_s, out_ptr, lse_ptr,
+            sink_ptr, sizes, tables, offsets, strides, group, split_tiles, size_dv, scale, data, FUSED, NWG, BN, D0, D1,
+            E0, PACK, VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, SINK)  # fmt: skip

@@ -1,8 +1,13 @@
-"""Where the tiles of the Hopper forward lie: which rows and keys a tile's number means, and where notes about it go."""
+"""Where the tiles of the Hopper forward lie: which rows and keys a tile's number means."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+BLOCKS = gl.constexpr(32)
+"""Key blocks classified at once: one a lane."""
+RECORD = gl.constexpr(40)
+"""int32 that `range_kernel` leaves for a tile: first block, one past the last, and from CODES on 32 codes."""
+CODES = gl.constexpr(8)
 SEARCH = gl.constexpr(256)
 """Sequence starts looked at together."""
 
@@ -24,9 +29,9 @@ def sequence(cu_ptr, used_ptr, b, total, USED: gl.constexpr):
 
 
 @gluon.jit
-def owner(cu_ptr, slot, batch, total, tokens):
+def owner(cu_ptr, slot, batch, total, tokens, WARPS: gl.constexpr = 1):
     """The packed sequence that owns a slot, and the slot's number in it: b owns those from cu[b] // tokens + b on."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     count = 0
     for start in range(0, batch, SEARCH):
         n = start + gl.arange(0, SEARCH, layout=lanes)
@@ -39,8 +44,9 @@ def owner(cu_ptr, slot, batch, total, tokens):
 
 @gluon.jit
 def place(
-    t, sizes, tables, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, TOKENS: gl.constexpr
-):
+    t, sizes, tables, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, TOKENS: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
     """Tile t: the last rows first, `swizzle` heads abreast, splits of the keys side by side."""
     batch, heads, n_q, n_k, row_tiles, swizzle, splits = sizes
     cu_q, cu_k, used_q, used_k = tables
@@ -54,7 +60,7 @@ def place(
     tile, unit = row_tiles - 1 - inner // width, section * swizzle + inner % width
     if VARLEN:
         head = unit
-        b, tile = owner(cu_q, tile, batch, n_q, TOKENS)
+        b, tile = owner(cu_q, tile, batch, n_q, TOKENS, WARPS)
         row0, n_q = sequence(cu_q, used_q, b, n_q, USED_Q)
         key0, n_k = sequence(cu_k, used_k, b, n_k, USED_K)
     else:
@@ -65,20 +71,13 @@ def place(
 
 
 @gluon.jit
-def notes(
-    b, head, tile, split, row0, sizes, low_tiles, VARLEN: gl.constexpr, NWG: gl.constexpr, PACK: gl.constexpr
-):
-    """Where the launch after this one looks for notes about a tile: the numbers of its parts of 64 rows in the order of
-    `place`; the first, and the step to the next."""
-    batch, heads, _, _, _, swizzle, splits = sizes
-    units, unit, low = batch * heads, b * heads + head, tile * NWG
-    if VARLEN:
-        units, unit = heads, head
-        low += row0 // (64 // PACK) + b
-    section = unit // swizzle
-    width = gl.minimum(units - section * swizzle, swizzle)
-    rest = section * low_tiles * swizzle + (low_tiles - 1 - low) * width + (unit - section * swizzle)
-    return rest * splits + split, 0 - width * splits
+def looked_at(at, begin, end):
+    """(begin, end, top, codes): blocks begin .. end - 1 narrowed to those that a record names, and the codes of the 32
+    below `top`."""
+    low, top = gl.load(at), gl.load(at + 1)
+    codes = gl.load(at + CODES + gl.arange(0, BLOCKS, layout=gl.BlockedLayout([1], [32], [1], [0])))
+    begin = gl.maximum(begin, low)
+    return begin, gl.minimum(end, top), top, gl.where((codes >> 10) >= begin, codes, -1)
 
 
 @gluon.jit
@@ -94,7 +93,7 @@ def offset_of(offset, offset_ptr, b, default, KIND: gl.constexpr):
 
 
 @gluon.jit
-def lines_of(head, tile, w: gl.constexpr, NWG: gl.constexpr, PACK: gl.constexpr, RL: gl.constexpr):
+def lines_of(head, tile, w, NWG: gl.constexpr, PACK: gl.constexpr, RL: gl.constexpr):
     """Rows of a warpgroup's lines, and their heads."""
     line = (tile * NWG + w) * 64 + gl.arange(0, 64, layout=RL)
     if PACK > 1:

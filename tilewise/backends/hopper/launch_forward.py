@@ -1,4 +1,4 @@
-"""The Hopper forward: from a Problem and its tensors to a launch, a repetition of noted tiles, a merge of splits."""
+"""The Hopper forward: from a Problem and its tensors to a launch and a merge of splits."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tilewise.backends.hopper import tiles as choice
+from tilewise.backends.hopper.algebra import WIDEST
 from tilewise.backends.hopper.compile import GluonLauncher, descriptor_type
 from tilewise.backends.hopper.counters import counter
-from tilewise.backends.hopper.descriptors import DESCRIPTORS, ROWS, blocks_of, descriptors, readable
+from tilewise.backends.hopper.descriptors import DESCRIPTORS, blocks_of, descriptors, readable
 from tilewise.backends.hopper.launch_ranges import Ranges, make_ranges, wanted
-from tilewise.backends.hopper.print_fold import rising, with_literals
+from tilewise.backends.hopper.print_fold import most_powers, rising, with_literals
 from tilewise.backends.hopper.source import module_of
 from tilewise.backends.triton import launch_forward as low
 from tilewise.backends.triton.compile import POINTERS, Build
-from tilewise.backends.triton.launch import four_strides, kernel_launcher
+from tilewise.backends.triton.launch import four_strides
 from tilewise.backends.triton.launch_gaps import clear_gaps
-from tilewise.backends.triton.layout import Slots, describe, powers_of
+from tilewise.backends.triton.layout import Slots, describe, divisors_of, powers_of
 from tilewise.backends.triton.machine import machine_of
 from tilewise.backends.triton.source import Entry, argument_types
 from tilewise.backends.triton.tiles import Tiles as LowTiles
@@ -40,15 +41,16 @@ TEMPLATE = "tilewise.backends.hopper.forward_kernel"
 FORWARD = Entry(
     "forward", TEMPLATE, "forward_program",
     (
-        *DESCRIPTORS, "out_ptr", "lse_ptr", "sink_ptr", "flag_ptr", "counter_ptr", "q_offset_ptr", "k_offset_ptr",
-        "cu_q_ptr", "cu_k_ptr", "used_q_ptr", "used_k_ptr", "range_ptr", "o_s:i64", "o_b:i64", "o_h:i64", "o_n:i64",
-        "l_s:i64", "l_b:i64", "l_h:i64", "batch", "heads", "group", "seqlen_q", "seqlen_k", "row_tiles", "low_tiles",
-        "swizzle", "splits", "split_tiles", "range_b", "range_h", "q_offset", "k_offset", "size_dv", "scale:fp32",
+        *DESCRIPTORS, "out_ptr", "lse_ptr", "sink_ptr", "counter_ptr", "q_offset_ptr", "k_offset_ptr", "cu_q_ptr",
+        "cu_k_ptr", "used_q_ptr", "used_k_ptr", "range_ptr", "o_s:i64", "o_b:i64", "o_h:i64", "o_n:i64", "l_s:i64",
+        "l_b:i64", "l_h:i64", "batch", "heads", "group", "seqlen_q", "seqlen_k", "row_tiles", "swizzle", "splits",
+        "split_tiles", "range_b", "range_h", "q_offset", "k_offset", "size_dv", "scale:fp32",
     ),
     (),
     (
         "FUSED", "NWG", "BN", "D0", "D1", "E0", "E1", "ST", "PACK", "VARLEN", "USED_Q", "USED_K", "Q_OFFSET",
-        "K_OFFSET", "SINK", "CARE", "STORE", "SHARED_OUT", "RANGES", "ORDER", "LAZY", "WORKER", "LOADER",
+        "K_OFFSET", "SINK", "CARE", "STORE", "SHARED_OUT", "RANGES", "ORDER", "LAZY", "BOUNDED", "GAPS", "WORKER",
+        "LOADER",
     ),
 )  # fmt: skip
 AT = {argument.partition(":")[0]: n for n, argument in enumerate(FORWARD.arguments)}
@@ -56,6 +58,8 @@ OPTIONAL = (
     "sink_ptr", "", "q_offset_ptr", "k_offset_ptr", "cu_q_ptr", "cu_k_ptr", "used_q_ptr", "used_k_ptr",
 )  # fmt: skip
 """The pointers that a call may lack, in the order of `triton.launch_forward`."""
+BOUND = 80.0
+"""Powers of two that a weight may be above or below 1; 2^80 times a million keys is far below 2^127."""
 _launchers: dict[tuple[object, ...], GluonLauncher] = {}
 _recipes: dict[tuple[object, ...], Recipe | None] = {}
 MOST_RECIPES = 4096
@@ -64,16 +68,12 @@ MOST_RECIPES = 4096
 class Recipe(NamedTuple):
     """A launch with everything that calls of one kind share.
 
-    values: the arguments, in which a call's own are replaced. again: the launcher of the kernel that repeats noted
-    tiles, its types and arguments, or None. notes: how many tiles of 64 rows there are, and whether their notes must be
-    cleared.
+    values: the arguments, in which a call's own are replaced.
     """
 
     run: GluonLauncher
     types: tuple[str, ...]
     values: list[object]
-    again: tuple[Any, tuple[str, ...], list[object]] | None
-    notes: tuple[int, bool]
     grid: int
     splits: int
     tiles: Tiles
@@ -97,7 +97,7 @@ def kernel_types(
     """Types of the kernel's arguments; present: the optional pointers that the call has."""
     blocks = blocks_of(tiles, pair, pack)
     pointers = {
-        "out_ptr": POINTERS[out or dtype], "lse_ptr": "*fp32", "flag_ptr": "*i32", "counter_ptr": "*i32",
+        "out_ptr": POINTERS[out or dtype], "lse_ptr": "*fp32", "counter_ptr": "*i32",
         **{name: POINTERS[offsets] for name in present}, "sink_ptr": POINTERS[sink],
     }  # fmt: skip
     kinds, found = argument_types(FORWARD, slots), []
@@ -128,7 +128,8 @@ def constants_of(
     found = flags | {
         "NWG": tiles.warpgroups, "BN": tiles.block_n, "D0": d0, "D1": d1, "E0": e0, "E1": e1, "ST": tiles.stages,
         "SHARED_OUT": tiles.shared_out and flags["STORE"] == "tiles", "ORDER": tiles.order, "LAZY": tiles.lazy,
-        "RANGES": flags.get("RANGES", False),
+        "RANGES": flags.get("RANGES", False), "GAPS": flags.get("GAPS", False),
+        "BOUNDED": flags.get("BOUNDED", False),
         "WORKER": tiles.worker, "LOADER": tiles.loader,
     }  # fmt: skip
     return tuple((name, found[name]) for name in FORWARD.constants)
@@ -139,7 +140,7 @@ def constants_of(
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
     """(out, lse); None where tensors are not laid out as the copy engine reads them, or a leaf is of another type."""
-    signs = tuple(x > 0 for x in inputs.floats)
+    signs = (*(x > 0 for x in inputs.floats), bounded(problem, inputs))
     kind = (*low.kind_of(problem, inputs), config.sm_margin, signs, divisors(problem, inputs))
     if kind in _recipes:
         recipe = _recipes[kind]
@@ -153,14 +154,12 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
     device = inputs.q.device
     out = torch.empty_strided(problem.out_shape, recipe.out_strides, dtype=problem.out_dtype, device=device)
     lse = torch.empty(problem.lse_shape, dtype=torch.float32, device=device)
-    packed = problem.options.layout == "varlen"
-    if packed:  # tokens that belong to no sequence, or lie past its used length
-        clear_gaps(problem, inputs, out, lse)
     if recipe.splits == 1:
         _run(recipe, inputs, out, lse)
         return out, lse
     parts, part_lse = low._parts(problem, inputs, recipe.splits)
-    if packed:
+    if problem.options.layout == "varlen":  # tokens that belong to no sequence, or lie past its used length
+        clear_gaps(problem, inputs, out, lse)
         parts.zero_()
         part_lse.fill_(-math.inf)
     _run(recipe, inputs, parts, part_lse)
@@ -169,8 +168,8 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
 
 
 def _run(recipe: Recipe, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
-    """Launch a recipe, and after it what repeats the tiles that met something not finite."""
-    values, device = recipe.values.copy(), inputs.q.device
+    """Launch a recipe."""
+    values = recipe.values.copy()
     problem = recipe.problem
     values[: len(DESCRIPTORS)] = descriptors(recipe, inputs, out)
     values[AT["out_ptr"]], values[AT["lse_ptr"]] = out, lse
@@ -189,26 +188,7 @@ def _run(recipe: Recipe, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
     if recipe.ranges is not None:
         values[AT["range_ptr"]] = recipe.ranges(inputs, data)
     values[len(FORWARD.arguments) :] = data
-    if recipe.again is None:
-        recipe.run(recipe.grid, values)
-        return
-    count, clear = recipe.notes
-    flags = (torch.zeros if clear else torch.empty)(count, dtype=torch.int32, device=device)
-    values[AT["flag_ptr"]] = flags
     recipe.run(recipe.grid, values)
-    run, _, again = recipe.again
-    again = again.copy()
-    again[:5] = (inputs.q, inputs.k, inputs.v, out, lse)
-    again[5:13] = optional
-    if recipe.splits > 1:
-        again[5] = None
-    again[low.FLAG] = flags
-    again[low.OFFSETS] = (
-        low._number(inputs.q_offset), low._number(inputs.k_offset), inputs.h_offset, inputs.b_offset,
-    )  # fmt: skip
-    again[low.SCALE] = inputs.scale
-    again[len(low.FORWARD.arguments) :] = data
-    run(-(-count // low.NOTES), again)
 
 
 # ---- how calls of a kind run ---------------------------------------------------------------------------------
@@ -266,7 +246,6 @@ def make_recipe(problem: Problem, inputs: Inputs) -> Recipe | None:
     by_tiles = plan.splits == 1 and out.dtype == problem.dtype and readable(problem, (out,))
     if out_strides[4] != 1 and s.head_dim_v > 1:
         return None
-    hides = hides_pairs(problem)
     look = wanted(problem, slots, tiles)
     flags = _flags(problem, inputs, plan, by_tiles, look)
     ranges = (
@@ -276,7 +255,6 @@ def make_recipe(problem: Problem, inputs: Inputs) -> Recipe | None:
     )
     steps = (0, 0) if ranges is None else (ranges.batch_step, ranges.head_step)
     heads = s.num_heads_kv if pack > 1 else s.num_heads_q
-    low_tiles = _slots(problem, ROWS, pack)
     units = heads if varlen else s.batch * heads
     swizzle = choice.abreast(problem, pack > 1)
     optional = low._optional(problem, inputs)
@@ -285,7 +263,7 @@ def make_recipe(problem: Problem, inputs: Inputs) -> Recipe | None:
         present.pop("sink_ptr", None)
     types = list(kernel_types(
         problem.dtype, tiles, plan.pair, str(flags["STORE"]), pack, slots, inputs.leaves,
-        frozenset(present) | ({"flag_ptr"} if hides else set()) | ({"range_ptr"} if look else set()), out.dtype,
+        frozenset(present) | ({"range_ptr"} if look else set()), out.dtype,
     ))  # fmt: skip
     for name, t in present.items():
         types[AT[name]] = POINTERS[t.dtype]
@@ -295,12 +273,11 @@ def make_recipe(problem: Problem, inputs: Inputs) -> Recipe | None:
     values: list[object] = [None] * len(FORWARD.arguments) + [None if torch.is_tensor(x) else x for x in data]
     values[AT["o_s"] : AT["scale"] + 1] = [
         *out_strides[:4], *lse_strides, s.batch, heads, max(problem.group, 1), s.seqlen_q, s.seqlen_k, plan.row_tiles,
-        low_tiles, swizzle, plan.splits, 0, *steps, 0, 0, s.head_dim_v, inputs.scale,
+        swizzle, plan.splits, 0, *steps, 0, 0, s.head_dim_v, inputs.scale,
     ]  # fmt: skip
-    again = _again(problem, inputs, slots, plan, out, out_strides, lse_strides, swizzle) if hides else None
     total = units * plan.row_tiles * plan.splits
     return Recipe(
-        run, tuple(types), values, again, (units * low_tiles * plan.splits, varlen),
+        run, tuple(types), values,
         min(total, max(machine.sms - margin, 1)), plan.splits, tiles, plan.pair, pack, by_tiles, result.stride(),
         slots, problem, ranges,
     )  # fmt: skip
@@ -323,13 +300,26 @@ def _flags(
         "USED_K": inputs.seqused_k is not None, "Q_OFFSET": _offset_kind(inputs.q_offset),
         "K_OFFSET": _offset_kind(inputs.k_offset), "SINK": inputs.sink is not None and plan.splits == 1,
         "CARE": hides_pairs(problem), "STORE": "tiles" if by_tiles else "rows",
-        "RANGES": ranges,
+        "RANGES": ranges, "BOUNDED": bounded(problem, inputs),
+        "GAPS": problem.options.layout == "varlen" and plan.splits == 1,
     }  # fmt: skip
 
 
 def rises(spec: AttentionSpec, inputs: Inputs) -> bool:
     """Whether maxima may be taken of the score's core: its factor, a product of the call's numbers, is above 0."""
     return rising(spec) and inputs.scale > 0 and all(x > 0 for x in inputs.floats)
+
+
+def bounded(problem: Problem, inputs: Inputs) -> bool:
+    """Whether weights need no maximum: scores lie within BOUND powers of two of what belongs to the row.
+
+    Weights and their sums are then float32 numbers; what still leaves their range, as with values of 2^40, is met as
+    values that are not finite are. float16 has no room for such weights.
+    """
+    if problem.dtype != torch.bfloat16 or problem.spec.score is None or not rises(problem.spec, inputs):
+        return False
+    most = most_powers(problem.spec, inputs.scale, inputs.floats)
+    return most is not None and most <= BOUND
 
 
 def _offset_kinds(inputs: Inputs) -> tuple[str, str]:
@@ -341,8 +331,11 @@ def _offset_kind(offset: object) -> str:
 
 
 def divisors(problem: Problem, inputs: Inputs) -> tuple[tuple[int, int], ...]:
-    """The numbers of the call that divide integers and are powers of two: (slot, value)."""
-    return tuple((n, inputs.ints[n]) for n in powers_of(problem.spec, inputs.ints))
+    """The numbers of the call that divide integers and become literals: (slot, value); powers of two, and others where
+    a block has more columns. Those below 1 are rare."""
+    powers = powers_of(problem.spec, inputs.ints)
+    slots = divisors_of(problem.spec)
+    return tuple((n, inputs.ints[n]) for n in slots if n in powers or inputs.ints[n] <= WIDEST)
 
 
 def gluon_launcher(spec: AttentionSpec, slots: Slots, build: Build, device: int) -> GluonLauncher:
@@ -353,27 +346,3 @@ def gluon_launcher(spec: AttentionSpec, slots: Slots, build: Build, device: int)
         module = module_of(spec, slots, TEMPLATE, (FORWARD,))
         found = _launchers.setdefault(key, GluonLauncher(module.forward, build, device))
     return found
-
-
-def _again(
-    problem: Problem, inputs: Inputs, slots: Slots, plan: Schedule, out: Tensor, out_strides: tuple[int, ...],
-    lse_strides: tuple[int, ...], swizzle: int,
-) -> tuple[Any, tuple[str, ...], list[object]]:  # fmt: skip
-    """The Triton backend's careful kernel for noted tiles of 64 rows, and its arguments."""
-    tiles = LowTiles(ROWS, plan.tiles.block_n, 4, 1, packed=plan.pack > 1)
-    tensors = (inputs.q, inputs.k, inputs.v)
-    strides = low.strides_of(problem, tensors, out_strides, low.step_of(problem, tensors))
-    values = low._shared_values(problem, inputs, slots, tiles, (plan.splits, 0), strides, lse_strides)
-    values[low.AT["swizzle"]] = swizzle
-    values[3], values[4] = out, out.new_empty(0, dtype=torch.float32)
-    if plan.splits > 1:
-        values[low.AT["sink_ptr"]] = None
-    values[low.FLAG] = torch.empty(0, dtype=torch.int32, device=out.device)
-    constants = low._constants(problem, inputs, tiles, strides, False)
-    careful = tuple((name, low.CARE_M if name == "BLOCK_M" else value) for name, value in constants)
-    names = [a.partition(":")[0] for a in low.FORWARD.arguments] + list(slots.names)
-    types = low.types_of(names, values, argument_types(low.FORWARD, slots))
-    ratio = ROWS // low.CARE_M
-    build = Build(types, (), (*careful, ("CARE", "again"), ("RATIO", ratio)), 4, 1)
-    run = kernel_launcher(problem, slots, low.AGAIN, build, inputs.q.get_device(), (low.FORWARD, low.AGAIN))
-    return run, types, [None if torch.is_tensor(x) else x for x in values]

@@ -30,6 +30,8 @@ RANGES = Entry(
     ),
     (), ("NWG", "BN", "PACK", "Q_OFFSET", "K_OFFSET"),
 )  # fmt: skip
+RECORD = 40
+"""`forward_place.RECORD`, which cannot be imported without Triton."""
 _launchers: dict[tuple[object, ...], GluonLauncher] = {}
 
 
@@ -43,8 +45,8 @@ class Ranges(NamedTuple):
     head_step: int
 
     def __call__(self, inputs: Inputs, data: list[object]) -> Tensor:
-        """The ranges of a call, (units, row tiles, 2) int32."""
-        found = torch.empty(2 * self.programs, dtype=torch.int32, device=inputs.q.device)
+        """What was found for a call, (units, row tiles, RECORD) int32."""
+        found = torch.empty(RECORD * self.programs, dtype=torch.int32, device=inputs.q.device)
         offsets = [t if torch.is_tensor(t) else None for t in (inputs.q_offset, inputs.k_offset)]
         given = [low._number(t) for t in (inputs.q_offset, inputs.k_offset)]
         self.run(self.programs, [found, *offsets, *self.numbers, *given, *data])
@@ -82,7 +84,7 @@ def make_ranges(
         module = module_of(problem.spec, slots, TEMPLATE, (RANGES,))
         _launchers[key] = GluonLauncher(module.ranges, build, device)
     numbers = (heads, max(problem.group, 1), s.seqlen_q, s.seqlen_k, row_tiles)
-    step = 2 * row_tiles
+    step = RECORD * row_tiles
     return Ranges(_launchers[key], numbers, s.batch * heads * row_tiles, heads * step, step if apart else 0)
 
 

@@ -8,7 +8,6 @@ eight bytes differs, calls go on through the ordinary launcher.
 from __future__ import annotations
 
 import ctypes
-import functools
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,8 +18,8 @@ import torch
 from tilewise.backends.hopper.counters import counter
 from tilewise.backends.hopper.descriptors import DESCRIPTORS, descriptors
 from tilewise.backends.hopper.launch_forward import AT, FORWARD, Recipe, forward, make_recipe
+from tilewise.backends.triton import direct
 from tilewise.backends.triton import launch_forward as low
-from tilewise.backends.triton.direct import Direct
 from tilewise.config import config
 from tilewise.problem import empty_in_order
 
@@ -105,23 +104,15 @@ def address_at(descriptor: Any, meta: Any) -> int:
     return at
 
 
-@functools.lru_cache(maxsize=1)
-def _driver() -> Any:
-    """cuLaunchKernel, or None where there is no such library."""
-    try:
-        function = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
-    function.restype = ctypes.c_int
-    return function
-
-
 class Block(NamedTuple):
-    """An argument block: its words, and the list of the parameters' addresses that the driver reads."""
+    """An argument block: its words, the launch that reads them, and the addresses of that and of the list of the
+    parameters' addresses, as ctypes passes them. kept: what addresses lead to."""
 
     words: Any
-    parameters: Any
+    config: Any
+    config_at: Any
+    parameters_at: Any
+    kept: Any
 
 
 class MapsDirect:
@@ -129,10 +120,10 @@ class MapsDirect:
 
     slots: for each pointer the word of the block that holds it. maps: for each descriptor the word with its address.
     Parameters are given one by one: tensor maps are aligned where the kernel reads them, which no buffer of ours knows.
-    Source: CUDA driver API, cuLaunchKernel, kernelParams.
+    Source: CUDA driver API, cuLaunchKernelEx, kernelParams.
     """
 
-    def __init__(self, launcher: Any, types: Sequence[str], values: Sequence[Any]) -> None:
+    def __init__(self, launcher: Any, types: Sequence[str], values: Sequence[Any], grid: int) -> None:
         """Raises ValueError if the kernel cannot be launched this way."""
         compiled = launcher.compiled
         metas = iter(compiled.metadata.tensordesc_meta)
@@ -168,7 +159,7 @@ class MapsDirect:
         scratch = [getattr(compiled.metadata, f"{name}_scratch_size", 0) for name in ("global", "profile")]
         if wanted[: len(got)] != got or any(size != 8 for size in wanted[len(got) :]):
             raise ValueError("the kernel's parameters are not the arguments")
-        if _driver() is None or any(scratch):
+        if direct._driver() is None or any(scratch):
             raise ValueError("no driver, or a kernel that wants scratch")
         for _ in wanted[len(got) :]:  # scratch that this kernel does not want
             add(8, 8, bytes(8))
@@ -179,9 +170,9 @@ class MapsDirect:
             template[at : at + size] = content
         self.template = bytes(template)
         self.free: list[Block] = []
-        self.device, self.function = launcher.device, compiled.function
-        self.threads, self.shared = 32 * compiled.metadata.num_warps, compiled.metadata.shared
-        self.launch = _driver()
+        self.function = ctypes.c_void_p(compiled.function)
+        self.shape = (32 * compiled.metadata.num_warps, compiled.metadata.shared, False)
+        self.grid, self.launch = grid, direct._driver()
 
     def block(self) -> Block:
         """An argument block; a call takes one and appends it to `free` when done."""
@@ -190,13 +181,15 @@ class MapsDirect:
         except IndexError:
             words = (ctypes.c_uint64 * (self.size // 8)).from_buffer_copy(self.template)
             start = ctypes.addressof(words)
-            return Block(words, (ctypes.c_void_p * len(self.offsets))(*[start + at for at in self.offsets]))
+            parameters = (ctypes.c_void_p * len(self.offsets))(*[start + at for at in self.offsets])
+            config = direct._config(*self.shape)
+            config.grid = self.grid
+            return Block(words, config, direct._address(config), direct._address(parameters), parameters)
 
-    def __call__(self, grid: int, block: Block, stream: int) -> None:
+    def __call__(self, block: Block, stream: int) -> None:
         """Launch on a stream.  Raises RuntimeError."""
-        error = self.launch(
-            self.function, grid, 1, 1, self.threads, 1, 1, self.shared, stream, block.parameters, None
-        )
+        block.config.stream = stream
+        error = self.launch(block.config_at, self.function, block.parameters_at, None)
         if error:
             raise RuntimeError(f"the driver refused a launch, CUDA error {error}")
 
@@ -210,7 +203,7 @@ def _sizes(ptx: str) -> list[int]:
 
 
 class Prepared:
-    """One launch, and the one that repeats noted tiles, with arguments laid out."""
+    """A launch with its arguments laid out."""
 
     def __init__(self, recipe: Recipe, inputs: Inputs) -> None:
         problem = recipe.problem
@@ -222,18 +215,9 @@ class Prepared:
             low._number(inputs.k_offset),
         )
         values[AT["scale"]] = inputs.scale
-        self.direct = MapsDirect(recipe.run, recipe.types, values)
-        self.again = None
+        self.direct = MapsDirect(recipe.run, recipe.types, values, recipe.grid)
         slots, leaf_at = self.direct.slots, recipe.slots.leaf_at
-        if recipe.again is not None:
-            run, types, others = recipe.again
-            others = others.copy()
-            others[low.OFFSETS] = (
-                low._number(inputs.q_offset), low._number(inputs.k_offset), inputs.h_offset, inputs.b_offset,
-            )  # fmt: skip
-            others[low.SCALE] = inputs.scale
-            self.again = Direct(run, types, others)
-        self.recipe, self.grid, self.others = recipe, recipe.grid, inputs
+        self.recipe, self.others = recipe, inputs
         self.maps = [
             [at for n, at in self.direct.maps.items() if DESCRIPTORS[n][0] == name] for name in "qkvo"
         ]
@@ -241,15 +225,13 @@ class Prepared:
         self.extra = [slots[len(FORWARD.arguments) + at] for at in leaf_at]
         if inputs.sink is not None:
             self.extra.append(slots[AT["sink_ptr"]])
-        if self.again is not None:
-            self.flag = slots[AT["flag_ptr"]], self.again.slots[low.FLAG]
-            self.low = [self.again.slots[n] for n in range(5)]
-            self.low_extra = [self.again.slots[len(low.FORWARD.arguments) + at] for at in leaf_at]
-            if inputs.sink is not None:
-                self.low_extra.append(self.again.slots[low.AT["sink_ptr"]])
         self.leaves, self.margin = len(leaf_at), config.sm_margin
         self.out_shape, self.out_strides = problem.out_shape, recipe.out_strides
         self.lse_shape, self.out_dtype = problem.lse_shape, problem.out_dtype
+        like = torch.empty_like(inputs.q)
+        self.like_q = (like.shape, like.stride(), like.dtype) == (
+            self.out_shape, self.out_strides, self.out_dtype,
+        )  # fmt: skip
         self.device, self.index = inputs.q.device, inputs.q.get_device()
         self.steps = [layout.step > 1 for layout in recipe.slots.leaves]
 
@@ -265,8 +247,13 @@ class Prepared:
             fits = fits and all(t.is_contiguous() for t in extra[self.leaves :])
         if not fits or torch._C._cuda_getDevice() != self.index or config.sm_margin != self.margin:
             return self._elsewhere(q, k, v, extra)
-        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=self.out_dtype, device=self.device)
-        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
+        if self.like_q:
+            out = torch.empty_like(q)
+        else:
+            out = torch.empty_strided(
+                self.out_shape, self.out_strides, dtype=self.out_dtype, device=self.device
+            )
+        lse = q.new_empty(self.lse_shape, dtype=torch.float32)
         addresses.append(out.data_ptr())
         block = self.direct.block()
         words = block.words
@@ -279,30 +266,9 @@ class Prepared:
         words[at_counter] = counter(self.index, stream).data_ptr()
         for at, t in zip(self.extra, extra, strict=False):
             words[at] = t.data_ptr()
-        if self.again is None:
-            self.direct(self.grid, block, stream)
-        else:
-            self._with_notes(block, stream, (*addresses, lse.data_ptr()), extra)
+        self.direct(block, stream)
         self.direct.free.append(block)
         return out, lse
-
-    def _with_notes(
-        self, block: Any, stream: int, addresses: tuple[int, ...], extra: Sequence[Tensor]
-    ) -> None:
-        """The launch, and the one that repeats the tiles it notes."""
-        count = self.recipe.notes[0]
-        flags = torch.empty(count, dtype=torch.int32, device=self.device).data_ptr()
-        block.words[self.flag[0]] = flags
-        self.direct(self.grid, block, stream)
-        block = self.again.block()  # type: ignore[union-attr]
-        words = block.words
-        for at, address in zip(self.low, addresses, strict=True):
-            words[at] = address
-        for at, t in zip(self.low_extra, extra, strict=False):
-            words[at] = t.data_ptr()
-        words[self.flag[1]] = flags
-        self.again(-(-count // low.NOTES), block)  # type: ignore[misc]
-        self.again.free.append(block)  # type: ignore[union-attr]
 
     def _elsewhere(
         self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor]

@@ -20,6 +20,8 @@ from tilewise.backends.triton.print_tile import TilePrinter, unpack
 from tilewise.spec import expression as ex
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tilewise.backends.triton.layout import Slots
     from tilewise.spec.attention import AttentionSpec
     from tilewise.spec.expression import Node
@@ -47,6 +49,12 @@ class FoldPrinter(TilePrinter):
             text = f"spread({self.emit(algebra.at_first(node))}, j - j0, {sign})"
             self.names[node] = f"t{len(self.lines)}"
             self.lines.append(f"{self.names[node]} = {text}")
+        divided = None if node in self.names else algebra.divided_column(node)
+        if divided:
+            first, sign, number = divided
+            text = f"{self.emit(first)}, j - j0, {sign}, {self.emit(number)}, {number.op == 'const'}"
+            self.names[node] = f"t{len(self.lines)}"
+            self.lines.append(f"{self.names[node]} = {node.op}_along({text})")
         if node not in self.names:
             for a in node.args:
                 self.names[a] = self.emit(a)
@@ -104,7 +112,8 @@ def plan(spec: AttentionSpec) -> tuple[algebra.Score, algebra.Mask, tuple[Node, 
 @functools.lru_cache(maxsize=1024)
 def with_literals(spec: AttentionSpec, divisors: tuple[tuple[int, int], ...]) -> AttentionSpec:
     """The spec with numbers of the call, (slot, value), as literals where integers are divided by them: of a power of
-    two there is a shift, and what a mask does not look at is not computed. There are few of them, so few kernels."""
+    two there is a shift, and what a mask does not look at is not computed; of another number the columns that are equal
+    modulo it share their work. There are few of them, so few kernels."""
     literals = dict(divisors)
 
     def written(root: Node | None) -> Node | None:
@@ -127,6 +136,12 @@ def with_literals(spec: AttentionSpec, divisors: tuple[tuple[int, int], ...]) ->
 def rising(spec: AttentionSpec) -> bool:
     """Whether a greater core is a greater score if all numbers of the call are positive."""
     return plan(spec)[0].rising
+
+
+def most_powers(spec: AttentionSpec, scale: float, floats: Sequence[float]) -> float | None:
+    """By how many powers of two a score may differ from its shift, with a call's numbers; None if nothing bounds it."""
+    score = plan(spec)[0]
+    return algebra.number(score.rate, scale, floats) if score.bounded else None
 
 
 def print_rows(spec: AttentionSpec, slots: Slots) -> str:

@@ -1,15 +1,18 @@
 """Where the keys of each tile of rows lie, for masks that read tensors: looked at before the Hopper forward.
 
+For each tile: the first key block that some row sees, one past the last, and what `codes_of` says of the 32 before it.
+
 Grid: one program a tile of 64 * NWG rows and, where the mask tells heads apart, a head. A program asks the mask's
-interval form about every key block that comparisons leave, 128 at once. Memory: two int32 a program, O(N / rows).
-Without it the forward's producer, one warp, would look at all blocks of a tile before it could say which is the last.
+interval form about every key block that comparisons leave, 128 at once. Memory: RECORD int32 a program, O(N / rows).
+Without it the forward's producer, one warp, would look at all blocks of a tile before it could say which is the last,
+and what a block's bounds are is a chain of loads that takes it as long as five blocks take the consumers.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.backends.hopper.forward_place import offset_of
-from tilewise.backends.hopper.plain import kinds, reach
+from tilewise.backends.hopper.forward_place import BLOCKS, CODES, RECORD, offset_of
+from tilewise.backends.hopper.forward_shared import codes_of, kinds, reach
 from tilewise.backends.hopper.rings import hidden
 
 WIDTH = gl.constexpr(128)
@@ -22,7 +25,7 @@ def ranges_program(
     range_ptr, q_offset_ptr, k_offset_ptr, heads, group, seqlen_q, seqlen_k, row_tiles, q_offset, k_offset, data,
     NWG: gl.constexpr, BN: gl.constexpr, PACK: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr,
 ):  # fmt: skip
-    """range (batch * heads, row_tiles, 2): the first key block a tile sees, and one past the last; 2^30, 0 if none.
+    """range (batch * heads, row_tiles, RECORD); the first block is 2^30 and the last 0 where a tile sees none.
 
     heads: units of a batch entry, 1 where the mask is the same for all of them.
     """
@@ -59,6 +62,11 @@ def ranges_program(
         seen = seen & (block < end)
         first = gl.minimum(first, gl.where(seen, block, FAR))
         last = gl.maximum(last, gl.where(seen, block + 1, 0))
-    at = range_ptr + gl.program_id(0) * 2
-    gl.store(at, gl.min(first, 0))
-    gl.store(at + 1, gl.max(last, 0))
+    low, top = gl.min(first, 0), gl.max(last, 0)
+    at = range_ptr + gl.program_id(0) * RECORD
+    gl.store(at, low)
+    gl.store(at + 1, top)
+    codes = codes_of(
+        top, low, top, b, head, tile, seqlen_q, seqlen_k, q_pos, k_pos, group, data, NWG, BN, PACK, 4
+    )
+    gl.store(at + CODES + gl.arange(0, BLOCKS, layout=gl.BlockedLayout([1], [32], [4], [0])), codes)

@@ -34,6 +34,13 @@ def put(slots, n, value):
 
 
 @gluon.jit
+def put_wide(slots, n, value):
+    """Write a slot, from four warps."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    slots.index(n).store(gl.full([1], 0, gl.int32, one) + value)
+
+
+@gluon.jit
 def get(slots, n):
     """Read a slot, in four warps."""
     return gl.max(slots.index(n).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
@@ -52,14 +59,20 @@ def here(n):
 
 
 @gluon.jit
-def load_tile(
-    desc, desc2, tile, tile2, full, at, WIDTH: gl.constexpr, WIDTH2: gl.constexpr, ROWS: gl.constexpr
-):
+def fetch(desc, desc2, tile, tile2, full, at, WIDTH: gl.constexpr, WIDTH2: gl.constexpr):
     """Rows of a tensor into shared memory: columns 0 .. WIDTH - 1, and the WIDTH2 after them as a tile of their own."""
-    mbarrier.expect(full, ROWS * (WIDTH + WIDTH2) * 2)
     tma_load(desc, at + (0,), full, tile)
     if WIDTH2 > 0:
         tma_load(desc2, at + (WIDTH,), full, tile2)
+
+
+@gluon.jit
+def load_tile(
+    desc, desc2, tile, tile2, full, at, WIDTH: gl.constexpr, WIDTH2: gl.constexpr, ROWS: gl.constexpr
+):
+    """`fetch` of ROWS rows, of which the barrier is told."""
+    mbarrier.expect(full, ROWS * (WIDTH + WIDTH2) * 2)
+    fetch(desc, desc2, tile, tile2, full, at, WIDTH, WIDTH2)
 
 
 @gluon.constexpr_function

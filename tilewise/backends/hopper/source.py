@@ -31,8 +31,8 @@ FOLDS = re.compile(r"^from tilewise\.backends\.hopper\.plain import [\w, ]+$", r
 SHARED = re.compile(r"^from (tilewise\.backends\.hopper\.\w+_shared) import ([\w, ]+)$", re.MULTILINE)
 """A template's line that imports from another template: the printed module imports from its printed form."""
 OWN_WORDS = (
-    "divide", "floordiv_int", "fused", "inside_int32", "like", "load_where", "mod_int", "rate_if", "spread", "tanh",
-    "times_unless",
+    "divide", "floordiv_along", "floordiv_int", "fused", "inside_int32", "like", "load_where", "mod_along", "mod_int",
+    "rate_if", "spread", "tanh", "times_unless",
 )  # fmt: skip
 """What `words.py` here says in another way, or says at all."""
 
@@ -82,10 +82,10 @@ def print_module(spec: AttentionSpec, slots: Slots, template: str, entries: tupl
     names = ", ".join(slots.names) or "none"
     head = f'"""Printed by Tilewise from the spec\n\n{spec.text}\n\nData: {names}.\n\n{doc}"""'
     kernels = "\n\n".join(print_entry(e, slots) for e in entries)
-    shared = SHARED.search(rest)
+    body, shared = SHARED.subn(
+        lambda m: f"from {module_of(spec, slots, m[1], ()).__name__} import {m[2]}", rest
+    )
     if shared:
-        printed = module_of(spec, slots, shared[1], ())
-        body = SHARED.sub(rf"from {printed.__name__} import \2", rest)
         return f"{head}\n{body}\n\n{kernels}"
     ours = print_forward_folds if "kinds" in (FOLDS.search(rest) or [""])[0] else print_folds
     folds = "\n\n\n".join((words_text(), dialect(ours(spec, slots))))

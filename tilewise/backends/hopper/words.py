@@ -141,3 +141,45 @@ def floordiv_int(a, b):
 def mod_int(a, b):
     """a - (a // b) * b, int32; 0 where b is 0."""
     return gl.where(b == 0, 0, a - floordiv_int(a, b) * b)
+
+
+@gluon.jit
+def divided(x, column, SIGN: gl.constexpr, n, LITERAL: gl.constexpr):
+    """(quotient, remainder) of x + SIGN * column by n, rounded down: one division for a thread's columns of a row.
+
+    n: a literal above 0 if LITERAL, else a number above any column. Bits 1 and 2 of a column are the thread's and are
+    divided with x. The rest are literals below n, or their remainders by it, and what is added to a remainder wraps
+    once; columns that are equal modulo a literal share all of it.
+    """
+    first = column & 6
+    rest = column & -7
+    if SIGN > 0:
+        start = x + first
+    else:
+        start = x - first
+    whole = quotient_by_number(start, n)
+    left = start - whole * n
+    more = rest & 0
+    if LITERAL:
+        more, rest = rest // n, rest % n
+    if SIGN > 0:
+        left = (left - n) + rest
+        whole = whole + more + (left >= 0).to(gl.int32)
+    else:
+        left = left - rest
+        whole = whole - more - (left < 0).to(gl.int32)
+    # From -n to n - 1: the smaller one of it and n more, as numbers without a sign.
+    low = gl.minimum(left.to(gl.uint32, bitcast=True), (left + n).to(gl.uint32, bitcast=True))
+    return whole, low.to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def mod_along(x, column, SIGN: gl.constexpr, n, LITERAL: gl.constexpr):
+    """(x + SIGN * column) % n; see `divided`."""
+    return divided(x, column, SIGN, n, LITERAL)[1]
+
+
+@gluon.jit
+def floordiv_along(x, column, SIGN: gl.constexpr, n, LITERAL: gl.constexpr):
+    """(x + SIGN * column) // n; see `divided`."""
+    return divided(x, column, SIGN, n, LITERAL)[0]

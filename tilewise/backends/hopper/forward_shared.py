@@ -1,0 +1,105 @@
+"""Which key blocks a tile of rows sees, and what the spec makes of a block's scores: the part of the Hopper forward
+that is printed for each spec. `forward_kernel`, `forward_again_shared` and `range_kernel` are built on it."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.backends.hopper.forward_place import BLOCKS
+from tilewise.backends.hopper.plain import BELOW, LINES, OTHER, kinds, limits, reach, row_parts, scores, sees
+from tilewise.backends.hopper.rings import cut, here, hidden
+
+
+@gluon.jit
+def codes_of(top, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, group, data, NWG: gl.constexpr,
+             BN: gl.constexpr, PACK: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+    """A number for each of the 32 key blocks below `top`: -1 if it is EMPTY for all rows, else the block << 10, and for
+    warpgroup w bit 1 + w if it is EMPTY, bit 4 + w and 7 + w unless a condition of the mask is FULL."""
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    block = top - BLOCKS + gl.arange(0, BLOCKS, layout=lanes)
+    j0 = block * BN
+    j1 = gl.minimum(j0 + BN, n_k) - 1
+    if PACK > 1:
+        g = head
+        h0, h1 = head * PACK, head * PACK + (PACK - 1)
+    else:
+        g = head // group
+        h0, h1 = head, head
+    code = block << 10
+    seen = block < 0
+    # One copy of the printed code: the producer has few registers.
+    for w in range(hidden(NWG)):
+        row = tile * (64 * NWG) + w * 64
+        i0 = row // PACK
+        i1 = gl.minimum((row + 63) // PACK, n_q - 1)
+        kind = kinds(gl.minimum(i0, i1), i1, j0, j1, q_offset, k_offset, b, h0, h1, g, data)
+        kind = gl.where((block < end) & (i0 < n_q), kind, kind & -2)
+        code |= ((kind & 1) ^ 1) << (1 + w)
+        code |= ((kind >> 1) & 1) << (4 + w)
+        code |= ((kind >> 2) & 1) << (7 + w)
+        seen |= (kind & 1) != 0
+    return gl.where(seen & (block >= begin), code, -1)
+
+
+@gluon.jit
+def next_code(j, top, codes, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, group, data,
+              NWG: gl.constexpr, BN: gl.constexpr, PACK: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+    """The code of the last block below j that some row sees, or -1; and the end of the 32 blocks it was found in."""
+    found = gl.max(gl.where((codes >> 10) < j, codes, -1), 0)
+    while (found < 0) & (top - BLOCKS > begin):
+        top -= BLOCKS
+        codes = codes_of(
+            top, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, group, data, NWG, BN, PACK, WARPS
+        )
+        found = gl.max(codes, 0)
+    return found, top, codes
+
+
+@gluon.jit
+def seen_blocks(begin, end, b, head, tile, n_q, q_offset, k_offset, group, data, NWG: gl.constexpr, BN: gl.constexpr,
+                PACK: gl.constexpr):  # fmt: skip
+    """begin and end narrowed to the key blocks that the comparisons of the mask leave to the rows of a tile."""
+    if PACK > 1:
+        g = head
+        h0, h1 = head * PACK, head * PACK + (PACK - 1)
+    else:
+        g = head // group
+        h0, h1 = head, head
+    i0 = tile * (64 * NWG) // PACK
+    i1 = gl.minimum((tile * (64 * NWG) + 64 * NWG - 1) // PACK, n_q - 1)
+    low, high = reach(i0, i1, q_offset, k_offset, b, h0, h1, g, data)
+    return gl.maximum(begin, gl.maximum(low, 0) // BN), gl.minimum(end, high // BN + 1)
+
+
+@gluon.jit
+def parts_of(rows, q_offset, b, h, g, scale, data):
+    """What belongs to rows of a tile, made once for it."""
+    return row_parts(rows[:, None], rows[:, None] + q_offset, b, h, g, scale, data)
+
+
+@gluon.jit
+def fold(s, code, w: gl.constexpr, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data,
+         FIRST: gl.constexpr, FUSED: gl.constexpr, BN: gl.constexpr, SL: gl.constexpr):  # fmt: skip
+    """(u, rate, shift) of a tile of products: u * rate + shift is its score in powers of two, -inf where hidden."""
+    j0 = (code >> 10) * BN
+    k0 = j0 + k_offset
+    j = (j0 + gl.arange(0, BN, layout=gl.SliceLayout(0, SL)))[None, :]
+    i = rows[:, None]
+    u, rate, shift = scores(s, parts, i, j, i + q_offset, j + k_offset, j0, k0, b, h, g, scale, FUSED, data)
+    shift = gl.zeros([64, 1], gl.float32, SL) + shift
+    if LINES or FIRST:
+        cuts = False
+        if LINES:
+            cuts = ((code >> (4 + w)) & 1) != 0
+        # The last keys, which may be missing, come first.
+        if FIRST:
+            cuts |= j0 + BN > n_k
+        if cuts:
+            i = here(rows)[:, None]
+            first, last = limits(parts, i, i + q_offset, n_k, k_offset, b, h, g, scale, data)
+            u = cut(u, first - j0, last - j0, BELOW, BN // 2)
+    if OTHER:
+        if ((code >> (7 + w)) & 1) != 0:
+            i = here(rows)[:, None]
+            seen = sees(s, parts, i, j, i + q_offset, j + k_offset, j0, k0, b, h, g, scale, data)
+            u = gl.where(seen, u, float("-inf"))
+    return u, rate, gl.max(shift, 1)
