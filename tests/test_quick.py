@@ -144,6 +144,23 @@ def test_autocast_deterministic_and_inference_mode_keep_their_meaning():
         assert not tw.attention(q, k, v, backend="cpu").requires_grad
 
 
+def test_autocast_that_changes_nothing_takes_the_short_way():
+    """As in training: projections give what autocast wants, and their gradients are the long way's."""
+    q, k, v = (t.requires_grad_() for t in draw(1, 2, 9, 16, dtype=torch.bfloat16))
+    plain = tw.attention(q, k, v, mask=tw.causal(), backend="cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert is_short(lambda: tw.attention(q, k, v, mask=tw.causal(), backend="cpu"))
+        out = tw.attention(q, k, v, mask=tw.causal(), backend="cpu")
+        wide = tw.attention(q.float(), k, v, mask=tw.causal(), backend="cpu")
+    assert torch.equal(out, plain) and torch.equal(wide, plain)
+    for one, other in zip(
+        torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(plain.sum(), (q, k, v)), strict=True
+    ):
+        assert torch.equal(one, other)
+    with torch.autocast("cpu", torch.float16):
+        assert tw.attention(q, k, v, mask=tw.causal(), backend="cpu").dtype == torch.float16
+
+
 def test_a_value_that_is_not_finite_reaches_who_sees_it_only():
     q, k, v = draw(1, 1, 9, 16)
     for _ in range(2):

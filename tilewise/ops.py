@@ -19,6 +19,7 @@ from tilewise.dispatch import choose
 from tilewise.problem import Inputs, Problem, decode_inputs, decode_problem, empty_in_order, in_memory
 from tilewise.recorders import (
     goes_through_op,
+    is_recorded,
     refuse_forward_mode,
     refuse_recording,
     refuse_transforms,
@@ -234,9 +235,8 @@ class Attention(torch.autograd.Function):
             return (None,) * (2 + len(tensors))
         do = torch.zeros_like(out) if do is None else do
         refuse_old_vmap(do, dlse)
-        found = iter(
-            apply(Backward, ctx.numbers, needs, seed, out.detach(), lse.detach(), do, dlse, *tensors)
-        )
+        given = (ctx.numbers, needs, seed, out.detach(), lse.detach(), do, dlse, *tensors)
+        found = iter(apply(Backward, *given) if is_recorded() else Backward.forward(*given))
         return (None, None, *(next(found) if need else None for need in needs))
 
     @staticmethod

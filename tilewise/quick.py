@@ -2,9 +2,9 @@
 
 Validation, text and dispatch depend on everything about a call but the tensors' contents and addresses. So the
 first call of a kind goes the long way; then its backend may `prepare` a function for its like, found here by a
-key of shapes, strides, types, devices, the spec's text and numbers, and the options. What is not plain (compiled,
-transformed or autocast code, tensor subclasses, dropout, offsets in tensors, numbers that memory does not hold as
-they are) always goes the long way.
+key of shapes, strides, types, devices, the spec's text and numbers, and the options. What is not plain (compiled or
+transformed code, tensors that autocast converts, tensor subclasses, dropout, offsets in tensors, numbers that memory
+does not hold as they are) always goes the long way.
 """
 
 from __future__ import annotations
@@ -121,7 +121,10 @@ def key_of(
     else:
         return None, ()
     if is_autocast_enabled(kind):
-        return None, ()
+        # Autocast would change nothing here; what a backend prepared only launches kernels.
+        target = torch.get_autocast_dtype(kind)
+        if q.dtype != target or k.dtype != target or v.dtype != target:
+            return None, ()
     try:
         hash(options)
     except TypeError:  # what cannot be hashed is refused on the long way

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 _RECORDERS = [getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")]
 
 
+def is_recorded() -> bool:
+    """Whether autograd (as under create_graph=True), forward mode or a transform looks at what is done now."""
+    transformed = torch._C._are_functorch_transforms_active()
+    return transformed or torch.is_grad_enabled() or forward_ad._current_level >= 0
+
+
 def goes_through_op(tensors: Sequence[Tensor]) -> bool:
     """Whether somebody watches who must see an op."""
     if torch.compiler.is_compiling() or any(torch._C._get_dispatch_mode(m) is not None for m in _RECORDERS):
