@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,13 @@ found["descriptors"] = []
 for options in ({"mask": tw.causal() & tw.document(ids)}, {"mask": gap}, {"scores": bias, "mask": tw.chunk(96)}):
     ran = [tw.attention(q, k, k, backend=name, **options).float() for name in ("triton", "blockwise")]
     found["descriptors"].append(float((ran[0] - ran[1]).abs().max()))
+found["ahead"] = []
+q, k = torch.randn(1, 2, 100, 80).half(), torch.randn(1, 2, 1100, 80).half()
+for keys, scale in ((1100, None), (1088, -0.2), (1029, -0.2)):
+    ran = [tw.attention(q, k[:, :, :keys], k[:, :, :keys], scale=scale, backend=name, return_lse=True)
+           for name in ("triton", "blockwise")]
+    found["ahead"].append(max(float((a - b).float().abs().max()) for a, b in zip(*ran)))
+assert sum(r.tiles.ahead and r.tma for r in launch_forward._recipes.values()) == 3
 found["shifts"] = [float((pair[0] - pair[1]).abs().max())]
 print(json.dumps(found))
 """
@@ -115,6 +123,10 @@ def test_numbers_of_a_call_divide_exactly(interpreted):
 
 def test_runs_of_tiles_by_descriptors_fold_masks_where_they_should(interpreted):
     assert max(interpreted["descriptors"]) < 1e-2
+
+
+def test_scores_formed_ahead_end_where_the_keys_end(interpreted):
+    assert max(interpreted["ahead"]) < 1e-2
 
 
 # ---- compiling -----------------------------------------------------------------------------------------------
@@ -213,9 +225,32 @@ def test_hopper_kernels_keep_their_state_in_registers(spec, head_dim, monkeypatc
     assert first.asm["ptx"].count("shfl.sync") < 60
 
 
+@pytest.mark.parametrize("spec, head_dim, programs", [("plain", 128, 2), ("causal", 64, 3), ("plain", 64, 3)])
+def test_long_calls_fill_a_multiprocessor_of_hopper_and_wait_for_no_product(
+    spec, head_dim, programs, monkeypatch, no_driver
+):
+    """As many programs as were measured fit its registers and shared memory, and no product waits for the one before
+    it: the compiler lines them up where anything else writes what they add to."""
+    from tilewise.backends.triton.machine import Machine
+
+    tensors = [torch.zeros(8, 16, 2048, head_dim, dtype=torch.bfloat16) for _ in range(3)]
+    problem, inputs = _problem(*SPECS[spec], tensors)
+    made = _compile(monkeypatch, Machine("cuda", 90, 232448, 132), problem, inputs)
+    first = next(m for m in made if m.metadata.name == "forward")
+    report = ptxas_says(first)
+    assert "wgmma.mma_async instructions are serialized" not in report and spilled(first) == 0
+    registers = int(re.search(r"Used (\d+) registers", report)[1])
+    assert programs * 32 * first.metadata.num_warps * -(-registers // 8) * 8 <= 65536
+    assert programs * (first.metadata.shared + 1024) <= 228 * 1024
+
+
 def spilled(compiled) -> int:
     """Bytes of spill stores, as ptxas reports them."""
-    import re
+    return int(re.search(r"(\d+) bytes spill stores", ptxas_says(compiled))[1])
+
+
+def ptxas_says(compiled) -> str:
+    """The report of ptxas about a kernel for Hopper."""
     import tempfile
 
     import triton
@@ -227,8 +262,7 @@ def spilled(compiled) -> int:
         path = Path(folder) / "kernel.ptx"
         path.write_text(compiled.asm["ptx"])
         command = [str(ptxas), "-v", "--gpu-name=sm_90a", str(path), "-o", str(path.with_suffix(".o"))]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return int(re.search(r"(\d+) bytes spill stores", done.stderr)[1])
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def test_an_amd_target_compiles(monkeypatch, no_driver):

@@ -14,6 +14,7 @@ Source: Dao, FlashAttention-2, 2023, algorithm 1, https://arxiv.org/abs/2307.086
 import triton
 import triton.language as tl
 
+from tilewise.backends.triton.ahead_kernel import absorb_ahead, in_registers
 from tilewise.backends.triton.philox import kept_tile
 from tilewise.backends.triton.words import LN2, LOG2E
 
@@ -251,7 +252,7 @@ def forward_tile(
     HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
     LAST: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, AHEAD: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
     """out and lse of a tile of rows. Strides are in units of STEP elements.
 
@@ -301,6 +302,8 @@ def forward_tile(
     q_columns = d[None, :] if UNIT else (d.to(tl.int64) * q_d)[None, :] * STEP
     q_inside = alive[:, None] & (d // STEP < size_d // STEP)[None, :]
     q = tl.load(q_base + q_rows + q_columns, mask=q_inside, other=0.0)
+    if AHEAD == 2:
+        q = in_registers(q)
     k_base = k_ptr + (tl.cast(tensor_b, tl.int64) * k_b + tl.cast(g, tl.int64) * k_h + key0 * k_n) * STEP
     v_base = v_ptr + (tl.cast(tensor_b, tl.int64) * v_b + tl.cast(g, tl.int64) * v_h + key0 * v_n) * STEP
     seed = tl.load(seed_ptr) if DROPOUT else 0
@@ -327,6 +330,11 @@ def forward_tile(
             acc, m, l, q, begin, end, tensors, here, numbers, data, score, keep, classify, classify_coarse,
             HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
             TMA)  # fmt: skip
+    elif AHEAD != 0:
+        if begin < end:
+            acc, m, l = absorb_ahead(  # noqa: E741
+                acc, m, l, q, begin, end, tensors, g, scale, FUSED, BLOCK_N, D_PAD, DV_PAD, PRECISION, AHEAD
+            )
     else:
         middle = tl.maximum(tl.minimum(end, n_k // BLOCK_N), begin)
         acc, m, l = absorb_run(  # noqa: E741
@@ -401,7 +409,7 @@ def forward_program(
     HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
     LAST: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, AHEAD: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
     """One program of the forward launch: see the header and `forward_tile`."""
     forward_tile(
@@ -412,7 +420,7 @@ def forward_program(
         row_tiles, swizzle, splits, split_tiles, q_offset, k_offset, h_offset, b_offset, size_d, size_dv,
         threshold, scale, drop_factor, data, score, keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, FUSED,
         DROPOUT, VARLEN, LAST, PACKED, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
-        TMA, CARE, RATIO,
+        TMA, AHEAD, CARE, RATIO,
     )  # fmt: skip
 
 
@@ -427,7 +435,7 @@ def again_program(
     HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
     LAST: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, AHEAD: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
     """One program of the launch after it: does the noted tiles among every NOTES again, in RATIO parts."""
     units = heads if VARLEN else batch * heads
@@ -445,6 +453,6 @@ def again_program(
                 seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles, q_offset, k_offset, h_offset,
                 b_offset, size_d, size_dv, threshold, scale, drop_factor, data, score, keep, classify,
                 classify_coarse, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, VARLEN, LAST, PACKED, BLOCK_M, BLOCK_N,
-                D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CARE, RATIO,
+                D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, AHEAD, CARE, RATIO,
             )  # fmt: skip
         at = tl.min(tl.where(noted & (n > at), n, total), 0)

@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tilewise.backends.triton import tiles as choice
-from tilewise.backends.triton.compile import Build, types_of
+from tilewise.backends.triton.compile import Build, interpreting, types_of
 from tilewise.backends.triton.launch import (
     Wanted,
     dropout_numbers,
     four_strides,
     kernel_launchers,
     per_batch,
-    plain_launcher,
     precision_of,
     tables,
 )
+from tilewise.backends.triton.launch_splits import combine_parts as _combine
+from tilewise.backends.triton.launch_splits import parts_of as _parts
 from tilewise.backends.triton.layout import Slots, describe, fill, pairwise_dims, powers_of
 from tilewise.backends.triton.machine import machine_of
 from tilewise.backends.triton.source import Entry, argument_types
@@ -52,7 +53,7 @@ FORWARD = Entry(
     ("score", "keep", "classify", "classify_coarse"),
     (
         "HAS_MASK", "HAS_TERMS", "FUSED", "DROPOUT", "VARLEN", "LAST", "PACKED", "BLOCK_M", "BLOCK_N", "D_PAD",
-        "DV_PAD", "EVEN", "EVEN_V", "STEP", "UNIT", "PRECISION", "TMA",
+        "DV_PAD", "EVEN", "EVEN_V", "STEP", "UNIT", "PRECISION", "TMA", "AHEAD",
         "CARE", "RATIO",
     ),
 )  # fmt: skip
@@ -196,15 +197,6 @@ def _run(recipe: Recipe, values: list[object], device: torch.device) -> None:
         recipe.again(-(-recipe.grid // NOTES), values)
 
 
-def _parts(problem: Problem, inputs: Inputs, splits: int) -> tuple[Tensor, Tensor]:
-    """Room for the splits' results: (splits, batch, heads, rows, DV) and (splits, batch, heads, rows), float32."""
-    s = problem.shape
-    batch = 1 if problem.options.layout == "varlen" else s.batch
-    lines = (splits, batch, s.num_heads_q, s.seqlen_q)
-    parts = torch.empty((*lines, s.head_dim_v), dtype=torch.float32, device=inputs.q.device)
-    return parts, torch.empty(lines, dtype=torch.float32, device=inputs.q.device)
-
-
 @functools.lru_cache(maxsize=4096)
 def schedule(
     problem: Problem, machine: Any, vectors: bool = True, pairs: bool | None = None
@@ -257,10 +249,12 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
         if layout.step > 1
     )
     types = types_of(names, values, argument_types(FORWARD, slots))
-    build = Build(types, aligned, (*constants, ("CARE", care), ("RATIO", 1)), tiles.warps, tiles.stages)
+    wholes = (*constants, ("CARE", care), ("RATIO", 1))
+    build = Build(types, aligned, wholes, tiles.warps, tiles.stages, tiles.registers)
     wanted = [Wanted(problem, slots, FORWARD, build, device, (FORWARD, AGAIN))]
     if care == "flag":
-        low = tuple((name, CARE_M if name == "BLOCK_M" else value) for name, value in constants)
+        other = {"BLOCK_M": CARE_M, "TMA": False, "AHEAD": 0}
+        low = tuple((name, other.get(name, value)) for name, value in constants)
         ratio = tiles.block_m // CARE_M
         build = Build(types, aligned, (*low, ("CARE", "again"), ("RATIO", ratio)), 4, 1)
         wanted.append(Wanted(problem, slots, AGAIN, build, device, (FORWARD, AGAIN)))
@@ -355,6 +349,7 @@ def _constants(
         ("BLOCK_M", tiles.block_m), ("BLOCK_N", tiles.block_n), ("D_PAD", d), ("DV_PAD", dv),
         ("EVEN", d == s.head_dim), ("EVEN_V", dv == s.head_dim_v), ("STEP", strides.step), ("UNIT", strides.unit),
         ("PRECISION", precision_of(problem.dtype)), ("TMA", tma),
+        ("AHEAD", (1 if interpreting() else 2) if tma and tiles.ahead else 0),
     )  # fmt: skip
 
 
@@ -388,25 +383,3 @@ def _descriptors(problem: Problem, inputs: Inputs, tiles: Tiles) -> tuple[Any, A
 def _still(view: Tensor, d: int) -> int:
     """A stride for a dimension of size 1, where any will do that the hardware takes."""
     return 1 if d == view.ndim - 1 else 16
-
-
-def _combine(
-    problem: Problem, inputs: Inputs, parts: tuple[Tensor, Tensor], results: tuple[Tensor, Tensor]
-) -> None:
-    from tilewise.backends.triton.combine_kernel import combine
-
-    s, (out, lse) = problem.shape, results
-    splits, lines = parts[0].shape[0], parts[1][0].numel()
-    width = choice.padded(s.head_dim_v)
-    rows = max(1, min(16, 4096 // width))
-    names = (
-        "part_ptr", "part_lse_ptr", "out_ptr", "lse_ptr", "sink_ptr", "o_b", "o_h", "o_n", "o_d", "lines", "heads",
-        "seqlen_q", "splits", "size_dv",
-    )  # fmt: skip
-    values = (
-        *parts, out, lse, None if inputs.sink is None else inputs.sink.contiguous(), *four_strides(problem, out),
-        lines, s.num_heads_q, s.seqlen_q, splits, s.head_dim_v,
-    )  # fmt: skip
-    kinds = dict.fromkeys(("o_b", "o_h", "o_n", "o_d", "lines"), "i64")
-    build = Build(types_of(names, values, kinds), (), (("BLOCK_M", rows), ("DV_PAD", width)), 4, 1)
-    plain_launcher(combine, build, max(inputs.q.get_device(), 0))(-(-lines // rows), values)
