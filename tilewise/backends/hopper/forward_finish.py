@@ -32,12 +32,15 @@ def close_rows(m, l, h_rows, alive, sink_ptr, SINK: gl.constexpr):  # noqa: E741
 
 
 @gluon.jit
-def is_broken(acc, acc2, E1: gl.constexpr, RO: gl.constexpr):
-    """1 if a sum of the tile is not finite, else 0: a weight of 0 times a hidden NaN is NaN."""
-    total = gl.sum(acc, 1)
+def is_broken(acc, acc2, E0: gl.constexpr, E1: gl.constexpr):
+    """1 if the tile's sum is not finite, else 0: a weight of 0 times a hidden NaN is NaN.
+
+    Columns 8 apart are a thread's own and are added first, four sums side by side.
+    """
+    total = gl.sum(gl.sum(gl.sum(acc.reshape([64, E0 // 8, 8]), 1), 1), 0)
     if E1 > 0:
-        total += gl.convert_layout(gl.sum(acc2, 1), RO)
-    return gl.max(((total - total) != 0.0).to(gl.int32), 0)
+        total += gl.sum(gl.sum(gl.sum(acc2.reshape([64, E1 // 8, 8]), 1), 1), 0)
+    return ((total - total) != 0.0).to(gl.int32)
 
 
 @gluon.jit
@@ -70,9 +73,10 @@ def write_rows(pointers, acc, acc2, inverse, alive, size, E0: gl.constexpr, E1: 
 
 
 @gluon.jit
-def write_tile(desc, desc2, o, o2, at, acc, acc2, inverse, WAIT: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr,
-               OL: gl.constexpr, OL2: gl.constexpr):  # fmt: skip
-    """Both parts of a tile to shared memory, from where the copy engine takes them. WAIT: for the tile before."""
+def write_tile(desc, desc2, o, o2, at, acc, acc2, inverse, broken, WAIT: gl.constexpr, CARE: gl.constexpr,
+               E0: gl.constexpr, E1: gl.constexpr, OL: gl.constexpr, OL2: gl.constexpr):  # fmt: skip
+    """Both parts of a tile to shared memory, from where the copy engine takes them unless it is broken, which is asked
+    last: finding it takes as long as writing. WAIT: for the tile before."""
     if WAIT:
         tma.store_wait(0)
     inner = gl.convert_layout(inverse, gl.SliceLayout(1, OL))[:, None]
@@ -81,24 +85,34 @@ def write_tile(desc, desc2, o, o2, at, acc, acc2, inverse, WAIT: gl.constexpr, E
         inner2 = gl.convert_layout(inverse, gl.SliceLayout(1, OL2))[:, None]
         o2.reshape([64, E1]).store((acc2 * inner2).to(o.dtype))
     fence_async_shared()
-    tma_store(desc, at + (0,), o)
-    if E1 > 0:
-        tma_store(desc2, at + (E0,), o2)
+    if CARE:
+        if broken == 0:
+            tma_store(desc, at + (0,), o)
+            if E1 > 0:
+                tma_store(desc2, at + (E0,), o2)
+    else:
+        tma_store(desc, at + (0,), o)
+        if E1 > 0:
+            tma_store(desc2, at + (E0,), o2)
 
 
 @gluon.jit
 def write_out(
-    desc, desc2, o, o2, out_ptr, strides, where, acc, acc2, inverse, rows, h_rows, size, WAIT: gl.constexpr,
-    STORE: gl.constexpr, VARLEN: gl.constexpr, PACK: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr,
-    OL: gl.constexpr, OL2: gl.constexpr,
+    desc, desc2, o, o2, out_ptr, strides, where, acc, acc2, inverse, rows, h_rows, size, broken, WAIT: gl.constexpr,
+    CARE: gl.constexpr, STORE: gl.constexpr, VARLEN: gl.constexpr, PACK: gl.constexpr, E0: gl.constexpr,
+    E1: gl.constexpr, OL: gl.constexpr, OL2: gl.constexpr,
 ):  # fmt: skip
-    """A tile to memory: by the copy engine if STORE says so and the tile is whole, else row by row."""
+    """A tile to memory unless it is broken: by the copy engine if STORE says so and it is whole, else row by row."""
     o_s, o_b, o_h, o_n = strides
     split, b, row0, n_q, first, head, g, group = where
     if STORE == "rows" or (VARLEN and first + 64 // PACK > n_q):
         pointers = out_ptr + split.to(gl.int64) * o_s + b * o_b + row0 * o_n
         pointers = pointers + h_rows.to(gl.int64) * o_h + rows.to(gl.int64) * o_n
-        write_rows(pointers, acc, acc2, inverse, rows < n_q, size, E0, E1, OL, OL2)
+        alive = rows < n_q
+        if CARE:
+            alive = alive & (broken == 0)
+        write_rows(pointers, acc, acc2, inverse, alive, size, E0, E1, OL, OL2)
     else:
         inner = 0 if PACK > 1 else head - g * group
-        write_tile(desc, desc2, o, o2, (b, g, row0 + first, inner), acc, acc2, inverse, WAIT, E0, E1, OL, OL2)
+        at = (b, g, row0 + first, inner)
+        write_tile(desc, desc2, o, o2, at, acc, acc2, inverse, broken, WAIT, CARE, E0, E1, OL, OL2)

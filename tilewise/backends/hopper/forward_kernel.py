@@ -319,19 +319,17 @@ def consumer(
         mbarrier.arrive(v_empty.index(sv), count=1)
         broken = 0
         if CARE:
-            broken = is_broken(acc, acc2, E1, RO)
-        if broken != 0:
+            broken = is_broken(acc, acc2, E0, E1)
+        write_out(
+            o_desc, o_desc2, o_s.index(w), o_s2.index(w), out_ptr, (o_s0, o_b, o_h, o_n),
+            (split, tb, row0, n_q, first, head, g, group), acc, acc2, inverse, rows, h_rows, size_dv, broken,
+            not SHARED_OUT, CARE, STORE, VARLEN, PACK, E0, E1, OL, OL2)  # fmt: skip
+        if CARE:
             # Until the tile is done again, the place of its first lse tells which one is done after it. All have
             # written theirs: that the tile is broken was found by all together.
-            if first < n_q:
+            if (broken != 0) & (first < n_q):
                 leave(lse_line + (head * PACK).to(gl.int64) * l_h + first, get(again_s, w))
                 put_wide(again_s, w, get(tile_s, at + 8))
-        else:
-            write_out(
-                o_desc, o_desc2, o_s.index(w), o_s2.index(w), out_ptr, (o_s0, o_b, o_h, o_n),
-                (split, tb, row0, n_q, first, head, g, group), acc, acc2, inverse, rows, h_rows, size_dv,
-                not SHARED_OUT, STORE, VARLEN, PACK, E0, E1, OL, OL2)  # fmt: skip
-        if CARE:
             mbarrier.arrive(tile_empty.index(slot), count=1)
         if SHARED_OUT:
             tma.store_wait(0)
