@@ -1,6 +1,6 @@
 """The Hopper forward beside the fastest libraries of the card, cell by cell, and which cells it wins.
 
-    python benchmarks/hopper.py [plain features] [--contenders hopper,sdpa_cudnn,fa3,fa4] [--cells SUBSTRING]
+    python benchmarks/hopper.py [plain features] [--contenders hopper,sdpa_cudnn,fa3,fa4] [--cells SUBSTRING,...]
         [--rounds 12] [--seconds 600] [--output benchmarks/results/hopper.jsonl]
 
 The protocol and the contenders are those of benchmarks/gpu.py: public calls with outputs allocated inside, captured in
@@ -94,7 +94,8 @@ def main() -> None:
     write({"machine": describe(), "command": " ".join(sys.argv), "rounds": options.rounds})
     for section in options.sections:
         for cell in _cells()[section]:
-            if options.cells not in cell.name or time.perf_counter() > end:
+            wanted = any(word in cell.name for word in options.cells.split(","))
+            if not wanted or time.perf_counter() > end:
                 continue
             names = options.contenders.split(",")
             line = measure(cell, "forward", names, options.patience, options.rounds)
