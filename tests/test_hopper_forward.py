@@ -3,6 +3,8 @@ one another, fits the chip, and the backend says what it does not take."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -110,6 +112,7 @@ def test_auto_brings_here_what_was_measured():
         _problem(1024, 64, tw.causal(), batch=16),
         _problem(4096, 256, tw.causal() & tw.window(1000, 0), needs_grad=True),
         _problem(4096, 128, tw.causal(), tw.alibi(slopes)),
+        replace(_problem(4096, 128, tw.causal(), needs_grad=True), dtype=torch.float16),
     )
     left = {
         "rows of a sequence": _problem(512, 128, batch=64),

@@ -108,14 +108,11 @@ class Hopper:
         needs: Needs,
     ) -> Gradients:
         """All gradients. Tensors that the copy engine does not read, and leaves whose gradients must repeat bit by bit
-        but are sums without an order, send the call to the Triton backend; so does a gradient of lse where nobody
-        named this backend, since it was not compared with float64 on a card in these kernels' last form."""
+        but are sums without an order, send the call to the Triton backend."""
         from tilewise.backends.hopper import launch_backward
 
-        found = None
-        if grads[1] is None or problem.options.backend != "auto":
-            with torch.no_grad():
-                found = launch_backward.backward(problem, inputs, saved, grads, needs)
+        with torch.no_grad():
+            found = launch_backward.backward(problem, inputs, saved, grads, needs)
         return self._triton.backward(problem, inputs, saved, grads, needs) if found is None else found
 
 

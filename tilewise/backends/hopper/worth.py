@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from tilewise.backends.hopper.algebra import mask_of
 from tilewise.backends.hopper.tiles import reads_pairs
 from tilewise.backends.protocol import Reason
@@ -52,8 +50,8 @@ def reasons_for_auto(problem: Problem) -> list[Reason]:
         )
     if problem.needs_grad and (problem.spec.score is not None or problem.spec.leaves):
         because("gradients", "score terms or masks that read tensors", "masks of positions")
-    if problem.needs_grad and (problem.spec.sink or problem.dtype != torch.bfloat16):
-        because("gradients", f"{problem.dtype}{' and a sink' * problem.spec.sink}", "bfloat16, no sink")
+    if problem.needs_grad and problem.spec.sink:
+        because("gradients", "a sink", "none")
     return reasons
 
 
