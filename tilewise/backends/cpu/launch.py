@@ -122,7 +122,7 @@ class Block:
     """A parameter block, with the tensors it points to kept alive."""
 
     def __init__(self) -> None:
-        self.values = (ctypes.c_int64 * len(P))()
+        self.values = (ctypes.c_int64 * P.count)()
         self.alive: list[object] = []
         self.turn_tasks = 0
         self.turned_bytes = 0

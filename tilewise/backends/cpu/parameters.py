@@ -5,14 +5,21 @@ Everything is int64 and little-endian; a float32 stands in the low half of its s
 
 from __future__ import annotations
 
-from collections import namedtuple
+from types import ModuleType
 
 from tilewise.backends.cpu.isa import BLOCK_ROWS
 
 
-def _slots(name: str, fields: str):
-    names = fields.split()
-    return namedtuple(name, names)(*range(len(names)))  # type: ignore[call-overload]  # the fields are the text
+def _places(name: str, places: dict[str, int]) -> ModuleType:
+    """Names for numbers. A module, since Numba takes its attributes for constants: those of a named tuple are its
+    parts, all of which it lowers again at each mention."""
+    found = ModuleType(name)
+    vars(found).update(places)
+    return found
+
+
+def _slots(name: str, fields: str) -> ModuleType:
+    return _places(name, {field: n for n, field in enumerate(fields.split())})
 
 
 P = _slots(
@@ -25,11 +32,11 @@ P = _slots(
     "part_out part_lse part_dq dq_rows turned_v copied leaf_parts leaf_part_bytes page_size num_pages "
     "scale sink "
     "dropout threshold factor seed_low seed_high h_offset b_offset "
-    "classify fold_full fold_partial slopes_full slopes_partial spec",
+    "classify fold_full fold_partial slopes_full slopes_partial spec count",
 )
 """A call. classify, fold_*, slopes_*: addresses of the spec's code, 0 where the spec has none. turned_v: v turned
 for products of pairs, 0 where each block is turned when it is met. block_rows: rows of a task of the forward pass;
-dq_rows: rows of a block of dq."""
+dq_rows: rows of a block of dq. count: of the slots."""
 
 SEGMENT = _slots(
     "SEGMENT",
@@ -50,8 +57,10 @@ DECODE_LEAST = 64
 
 LANE = 4 * BLOCK_ROWS
 _VECTORS = ["m", "l", "pivot", "alpha", "top", "inverse", "lse", "sink", "counter", "low", "delta"]
-LANES = namedtuple("LANES", ["i", "q", "h", "numbers", "row_address", "out_address", *_VECTORS, "tile"])(  # type: ignore[misc]
-    0, LANE, 2 * LANE, 3 * LANE, 4 * LANE, 6 * LANE, *((8 + n) * LANE for n in range(len(_VECTORS) + 1))
+LANES = _places(
+    "LANES",
+    {"i": 0, "q": LANE, "h": 2 * LANE, "numbers": 3 * LANE, "row_address": 4 * LANE, "out_address": 6 * LANE}
+    | {name: (8 + n) * LANE for n, name in enumerate([*_VECTORS, "tile"])},
 )
 """Byte offsets in a thread's scratch: vectors of the block's rows, then `tile`, where its tiles begin."""
 
