@@ -123,8 +123,8 @@ def repeat(
             b, head, tile, split, row0, n_q, key0, n_k = place(
                 t, sizes, tables, VARLEN, USED_Q, USED_K, TOKENS, 4
             )
-            q_offset = offset_of(q_offset0, q_offset_ptr, b, n_k - n_q, Q_OFFSET)
-            k_offset = offset_of(k_offset0, k_offset_ptr, b, 0, K_OFFSET)
+            q_offset = offset_of(here(q_offset0), q_offset_ptr, b, n_k - n_q, Q_OFFSET)
+            k_offset = offset_of(here(k_offset0), k_offset_ptr, b, 0, K_OFFSET)
             blocks = gl.cdiv(n_k, BN)
             each = gl.where(split_tiles > 0, split_tiles, gl.cdiv(blocks, sizes[6]))
             begin = split * each
