@@ -75,15 +75,15 @@ both = {**call, "block_table": table.expand(2, 64), "seqused_k": torch.tensor([6
 pair = attend_pages(q.expand(2, 2, 2, 16), k, v, backend="triton", batch_invariant=True, **both)[0]
 found["invariant"] = bool((pair[0] == invariant[0]).all())
 
-# float8 keys meet queries in float16, whose rows are brought into its range first.
-def narrow(lead):
-    q = torch.randn(2, 4, 2, 16).bfloat16() * torch.tensor([1e-6, 1e5, 1.0, 0.0]).view(4, 1, 1).bfloat16()
-    k, v = (torch.randn(70, 2, 16, 16).to(torch.float8_e4m3fn) for _ in "kv")
+# float8 keys meet queries in float16, whose rows are brought into its range first; values of wide heads come in words.
+def narrow(lead, dim):
+    q = torch.randn(2, 4, 2, dim).bfloat16() * torch.tensor([1e-6, 1e5, 1.0, 0.0]).view(4, 1, 1).bfloat16()
+    k, v = (torch.randn(70, 2, 16, dim).to(torch.float8_e4m3fn) for _ in "kv")
     scale = torch.rand(*lead, 2) + 0.5
     call = dict(block_table=table[:, :32], seqused_k=torch.tensor([300]).int(), k_scale=scale, v_scale=scale)
     parts = [attend_pages(q[:1], k, v, backend=b, **call) for b in ("triton", "blockwise")]
     return max(float((a.float() - b.float()).abs().amax() / b.float().abs().amax()) for a, b in zip(*parts))
-found["narrow"] = [narrow(()), narrow((70,))]
+found["narrow"] = [narrow((), 16), narrow((70,), 16), narrow((), 64), narrow((), 96)]
 
 # Joining: two parts of the same queries, as `merge` does; packed, with a sink, and where a part has seen nothing.
 def joined(shape, sink):

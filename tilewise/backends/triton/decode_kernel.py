@@ -20,18 +20,16 @@ from tilewise.backends.triton.forward_kernel import (
     CARE_N,
     CHUNK,
     NOTES,
-    absorb_sink,
     find_sequence,
     position_offset,
     sequence_length,
 )
+from tilewise.backends.triton.merge_kernel import merge_parts, merge_row, write_rows
 from tilewise.backends.triton.pages import table_row
-from tilewise.backends.triton.words import LN2, LOG2E
+from tilewise.backends.triton.words import LOG2E
 
 FEW_ROWS = tl.constexpr(32)
 """Rows of a tile up to which a tile that the mask does not touch may ask whether it does."""
-LINES = tl.constexpr(32)
-"""Splits whose maxima are read at once."""
 
 
 @triton.jit
@@ -84,8 +82,23 @@ def share_of(used_k_ptr, leftpad_ptr, b, seqlen_k, splits, split_tiles, BLOCK_N:
 
 
 @triton.jit
+def queries(q_ptr, here, part, q_b, q_h, q_n, q_d, group, size_d, VARLEN: tl.constexpr, BLOCK_M: tl.constexpr,
+            D_PAD: tl.constexpr, STEP_Q: tl.constexpr, UNIT: tl.constexpr, RATIO: tl.constexpr):  # fmt: skip
+    """The rows of q of a part of a tile. They are asked for before anything else, so that nothing waits for them."""
+    b, g, tile, row0, n_q = here
+    r = (tile * RATIO + part) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row, h_rows = r // group, g * group + r % group
+    sequence = 0 if VARLEN else b
+    d = tl.arange(0, D_PAD)
+    rows = tl.cast(sequence, tl.int64) * q_b + (row0 + row).to(tl.int64) * q_n + h_rows.to(tl.int64) * q_h
+    columns = d if UNIT else d.to(tl.int64) * q_d * STEP_Q
+    inside = (row < n_q)[:, None] & (d // STEP_Q < size_d // STEP_Q)[None, :]
+    return tl.load(q_ptr + rows[:, None] * STEP_Q + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
 def decode_part(
-    unit, split, part, here, share,
+    unit, split, part, here, share, q,
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, count_ptr, flag_ptr, sink_ptr, q_offset_ptr,
     k_offset_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
     q_b, q_h, q_n, q_d, k_p, k_h, k_n, v_p, v_h, v_n, o_b, o_h, o_n, o_d, l_b, l_h, table_b, ks_p, ks_h, vs_p, vs_h,
@@ -118,7 +131,7 @@ def decode_part(
     else:
         i, h = row[:, None], h_rows[:, None]
 
-    # ---- where its keys are, and its queries ----
+    # ---- where its keys are ----
     sequence = 0 if VARLEN else b
     table_at, page0 = table_row(table_ptr, table_b, b, lse_ptr)
     if PAGING == "whole":
@@ -128,11 +141,6 @@ def decode_part(
     v_base = v_ptr + tl.cast(g, tl.int64) * v_h * STEP
     begin = first_tile + split * each
     end = tl.where(i0 < n_q, tl.minimum(begin + each, tl.cdiv(n_k, BLOCK_N)), begin)
-    d = tl.arange(0, D_PAD)
-    q_rows = tl.cast(sequence, tl.int64) * q_b + (row0 + row).to(tl.int64) * q_n + h_rows.to(tl.int64) * q_h
-    q_columns = d if UNIT else d.to(tl.int64) * q_d * STEP_Q
-    q_inside = (row < n_q)[:, None] & (d // STEP_Q < size_d // STEP_Q)[None, :]
-    q = tl.load(q_ptr + q_rows[:, None] * STEP_Q + q_columns[None, :], mask=q_inside, other=0.0)
     power = scale
     if k_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
         q, power = narrowed(q)
@@ -244,83 +252,6 @@ def decode_part(
 
 
 @triton.jit
-def merge_parts(part_ptr, part_lse_ptr, first, step, live, r, ROWS: tl.constexpr, COUNT: tl.constexpr,
-                DV_PAD: tl.constexpr, MERGED: tl.constexpr):  # fmt: skip
-    """(acc, m, l) of COUNT rows r from `live` results, in their order, MERGED of them loaded and added at once.
-
-    Result n stands in block first + n * step of ROWS lines.
-    """
-    n = tl.arange(0, MERGED)
-    # The first loads of everything are under way together.
-    parts, parts_m, parts_l = load_parts(part_ptr, part_lse_ptr, first, step, live, n, r, ROWS, DV_PAD)
-    top = tl.full([COUNT], -float("inf"), tl.float32)
-    for start in range(0, live, LINES):
-        found = start + tl.arange(0, LINES)
-        line = line_of(found, first, step, ROWS)[:, None] + r[None, :]
-        part_m = tl.load(
-            part_lse_ptr + 2 * line, mask=(found < live)[:, None] & (r >= 0)[None, :], other=-float("inf"),
-            cache_modifier=".cg",
-        )  # fmt: skip
-        top = tl.maximum(top, tl.max(part_m, 0))
-    pivot = tl.where(top == -float("inf"), 0.0, top)
-    l = tl.zeros([COUNT], tl.float32)  # noqa: E741
-    acc = tl.zeros([COUNT, DV_PAD], tl.float32)
-    for start in range(0, live, MERGED):
-        weight = tl.exp2(parts_m - pivot[None, :])
-        l += tl.sum(parts_l * weight, 0)  # noqa: E741
-        acc += tl.sum(parts * weight[:, :, None], 0)
-        parts, parts_m, parts_l = load_parts(
-            part_ptr, part_lse_ptr, first, step, live, start + MERGED + n, r, ROWS, DV_PAD
-        )
-    return acc, top, l
-
-
-@triton.jit
-def line_of(n, first, step, ROWS: tl.constexpr):
-    """Where the lines of result n begin."""
-    return (first + n.to(tl.int64) * step) * ROWS
-
-
-@triton.jit
-def load_parts(part_ptr, part_lse_ptr, first, step, live, n, r, ROWS: tl.constexpr, DV_PAD: tl.constexpr):
-    """(outputs, m, l) of results n, (N, rows, DV) and (N, rows); from `live` on nothing is read."""
-    line = line_of(n, first, step, ROWS)[:, None] + r[None, :]
-    there = (n < live)[:, None] & (r >= 0)[None, :]
-    m = tl.load(part_lse_ptr + 2 * line, mask=there, other=-float("inf"), cache_modifier=".cg")
-    l = tl.load(part_lse_ptr + 2 * line + 1, mask=there, other=0.0, cache_modifier=".cg")  # noqa: E741
-    d = tl.arange(0, DV_PAD)
-    at = part_ptr + line[:, :, None] * DV_PAD + d[None, None, :]
-    return tl.load(at, mask=there[:, :, None], other=0.0, cache_modifier=".cg"), m, l
-
-
-@triton.jit
-def write_rows(
-    acc, m, l, row, h_rows, results,  # noqa: E741
-    VARLEN: tl.constexpr, DV_PAD: tl.constexpr, STEP_Q: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """out and lse of rows whose state is (acc, m, l), m in powers of two; the sink enters here, once. Rows from n_q
-    on are not used: 0 and -inf (packed rows are set so before)."""
-    out_ptr, lse_ptr, sink_ptr, o_b, o_h, o_n, o_d, l_b, l_h, sequence, row0, n_q, seqlen_q, size_dv = results
-    alive = row < n_q if VARLEN else row < seqlen_q
-    if sink_ptr is not None:
-        logit = tl.load(sink_ptr + h_rows, mask=alive, other=0.0).to(tl.float32)
-        m, l, alpha = absorb_sink(m, l, logit * LOG2E, 1.0)  # noqa: E741
-        acc = acc * alpha[:, None]
-    empty = (l == 0) | (row >= n_q)
-    inverse = tl.div_rn(1.0 + tl.zeros_like(l), tl.where(empty, 1.0, l))
-    out = tl.where(empty[:, None], 0.0, acc * inverse[:, None])
-    lse = tl.where(empty, -float("inf"), (m + tl.log2(l)) * LN2)
-    line = tl.cast(sequence, tl.int64) * l_b + h_rows.to(tl.int64) * l_h + row0 + row
-    tl.store(lse_ptr + line, lse, mask=alive)
-    d = tl.arange(0, DV_PAD)
-    at = tl.cast(sequence, tl.int64) * o_b + h_rows.to(tl.int64) * o_h + (row0 + row).to(tl.int64) * o_n
-    columns = d if UNIT else d.to(tl.int64) * o_d * STEP_Q
-    place = out_ptr + at[:, None] * STEP_Q + columns[None, :]
-    inside = alive[:, None] & (d // STEP_Q < size_dv // STEP_Q)[None, :]
-    tl.store(place, out.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def decode_program(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, count_ptr, flag_ptr, sink_ptr, q_offset_ptr,
     k_offset_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
@@ -341,10 +272,13 @@ def decode_program(
     here = place_of_unit(
         unit, heads, group, batch, seqlen_q, row_tiles, cu_q_ptr, used_q_ptr, VARLEN, RATIO * BLOCK_M, SINGLE
     )
+    q = queries(
+        q_ptr, here, 0, q_b, q_h, q_n, q_d, group, size_d, VARLEN, BLOCK_M, D_PAD, STEP_Q, UNIT, RATIO
+    )
     share = share_of(used_k_ptr, leftpad_ptr, here[0], seqlen_k, splits, split_tiles, BLOCK_N)
     if split < share[4]:
         decode_part(
-            unit, split, 0, here, share,
+            unit, split, 0, here, share, q,
             q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, count_ptr, flag_ptr,
             sink_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr, table_ptr,
             k_scale_ptr,
@@ -385,8 +319,11 @@ def again_program(
         )  # fmt: skip
         share = share_of(used_k_ptr, leftpad_ptr, here[0], seqlen_k, splits, split_tiles, BLOCK_N)
         for part in range(0, RATIO):
+            q = queries(
+                q_ptr, here, part, q_b, q_h, q_n, q_d, group, size_d, VARLEN, BLOCK_M, D_PAD, STEP_Q, UNIT, RATIO
+            )  # fmt: skip
             decode_part(
-                at % units, at // units, part, here, share,
+                at % units, at // units, part, here, share, q,
                 q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, count_ptr, flag_ptr, sink_ptr,
                 q_offset_ptr, k_offset_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr, table_ptr, k_scale_ptr,
                 v_scale_ptr, q_b, q_h, q_n, q_d, k_p, k_h, k_n, v_p, v_h, v_n, o_b, o_h, o_n, o_d, l_b, l_h, table_b,
@@ -409,6 +346,7 @@ def merge_program(
     data,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, DV_PAD: tl.constexpr, STEP_Q: tl.constexpr,
     UNIT: tl.constexpr, VARLEN: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr, MERGED: tl.constexpr,
+    ONCE: tl.constexpr,
 ):  # fmt: skip
     """Merges one row of a unit (MERGE "later"), with the arguments of the launch before it; where one split was all,
     that has written the result itself."""
@@ -418,12 +356,16 @@ def merge_program(
         unit, heads, group, batch, seqlen_q, row_tiles, cu_q_ptr, used_q_ptr, VARLEN, BLOCK_M, SINGLE
     )
     live = share_of(used_k_ptr, leftpad_ptr, b, seqlen_k, splits, split_tiles, BLOCK_N)[4]
-    at = tile * BLOCK_M + r + tl.arange(0, 1)
+    first = tl.cast(unit, tl.int64) * ROWS + r
+    acc, m, l = merge_row(  # noqa: E741
+        part_ptr, part_lse_ptr, first, tl.cast(units, tl.int64) * ROWS, splits, live, DV_PAD, MERGED, ONCE
+    )
     if live > 1:
-        acc, m, l = merge_parts(  # noqa: E741
-            part_ptr, part_lse_ptr, unit, units, live, r + tl.arange(0, 1), ROWS, 1, DV_PAD, MERGED)  # fmt: skip
         sequence = 0 if VARLEN else b
+        at = tile * BLOCK_M + r + tl.arange(0, 1)
+        state_m, state_l = tl.zeros([1], tl.float32) + m, tl.zeros([1], tl.float32) + l
         results = (
             out_ptr, lse_ptr, sink_ptr, o_b, o_h, o_n, o_d, l_b, l_h, sequence, row0, n_q, seqlen_q, size_dv,
         )  # fmt: skip
-        write_rows(acc, m, l, at // group, g * group + at % group, results, VARLEN, DV_PAD, STEP_Q, UNIT)
+        h_rows = g * group + at % group
+        write_rows(acc[None, :], state_m, state_l, at // group, h_rows, results, VARLEN, DV_PAD, STEP_Q, UNIT)

@@ -34,8 +34,8 @@ INVARIANT_KEYS = 1024
 """Keys of a split under batch_invariant, counted in each sequence from its own first key."""
 OVERLAP = 90
 """Compute capability from which a launch begins while the one before it ends: there a launch of its own merges."""
-MERGED_LATER = 32
-"""Splits that a program of that launch loads at once."""
+MERGED_LATER = 4096
+"""Numbers of the splits' results that a program of that launch, one warp, loads at once, at most."""
 MERGED_ELEMENTS = 1024
 """Numbers of the splits' results that a warp loads at once."""
 MOST_MERGED = 8
@@ -162,7 +162,11 @@ def plan_of(
     tallest = MOST_MERGED_ROWS if problem.options.batch_invariant and not overlap else rows
     merged = max(1, min(MOST_MERGED, MERGED_ELEMENTS * warps // (tallest * padded(s.head_dim_v))))
     if overlap or (merge == "later" and not problem.options.batch_invariant):
-        merged = MERGED_LATER
+        merged = max(MERGED_LATER // padded(s.head_dim_v), 1)
+        if not problem.options.batch_invariant:
+            merged = min(merged, 1 << (splits - 1).bit_length())
+    # Beyond a split's own tiles there is nothing to have under way, and less room lets more programs stay at once.
+    stages = max(2, min(stages, -(-s.seqlen_k // (splits * block_n)) + 1))
     plan = DecodePlan(
         block_m, block_n, warps, stages, splits, split_tiles, rows, row_tiles, merged, each, care,
         merge if splits > 1 else "none",

@@ -8,6 +8,7 @@ Source: the monoid of `tilewise.state`.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilewise.backends.triton.words import LN2, LOG2E
 
@@ -15,8 +16,13 @@ from tilewise.backends.triton.words import LN2, LOG2E
 @triton.jit
 def join(a_ptr, a_lse_ptr, b_ptr, b_lse_ptr, out_ptr, lse_ptr, sink_ptr, a_b, a_h, a_n, al_b, al_h, al_n, b_b, b_h,
          b_n, bl_b, bl_h, bl_n, o_b, o_h, o_n, lines, heads, seqlen_q, size_dv, BLOCK_M: tl.constexpr,
-         DV_PAD: tl.constexpr):  # fmt: skip
-    """out = the merge of (a, a_lse) and (b, b_lse), natural logarithms; lse is contiguous (batch, heads, rows)."""
+         DV_PAD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """out = the merge of (a, a_lse) and (b, b_lse), natural logarithms; lse is contiguous (batch, heads, rows).
+
+    PDL: this launch begins while the one before it ends, and the next one while this one runs."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     line = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     alive = line < lines
     n = line % seqlen_q

@@ -55,7 +55,8 @@ AGAIN = DECODE._replace(name="again", program="again_program")
 AT = {argument.partition(":")[0]: n for n, argument in enumerate(DECODE.arguments)}
 MERGE = DECODE._replace(
     name="merge", program="merge_program", functions=(),
-    constants=("BLOCK_M", "BLOCK_N", "ROWS", "DV_PAD", "STEP_Q", "UNIT", "VARLEN", "SINGLE", "PDL", "MERGED"),
+    constants=("BLOCK_M", "BLOCK_N", "ROWS", "DV_PAD", "STEP_Q", "UNIT", "VARLEN", "SINGLE", "PDL", "MERGED",
+        "ONCE"),
 )  # fmt: skip
 MOST_RECIPES = 4096
 _recipes: dict[tuple[object, ...], Recipe] = {}
@@ -166,7 +167,7 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
         values[AT["flag_ptr"]] = count
     constants = (("HAS_MASK", masked), *_constants(problem, inputs, plan, (step, step_q), out))
     names = [a.partition(":")[0] for a in DECODE.arguments] + list(slots.names)
-    types = types_of(names, values, argument_types(DECODE, slots))
+    types = types_of(names, values, argument_types(DECODE, slots) | _row_types(inputs, step))
     aligned = _aligned(slots, step, step_q)
     early = waits_for_grids(machine)
     own = (*constants, ("PDL", early), ("CARE", plan.care), ("RATIO", 1))
@@ -180,7 +181,8 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
         again = kernel_launcher(problem, slots, AGAIN, build, device, (DECODE, AGAIN))
     if plan.merge == "later":
         own = tuple((name, value) for name, value in own if name in MERGE.constants)
-        build = Build(types, aligned, own, 4, 1, early=early)
+        own += (("ONCE", plan.splits <= plan.merged),)
+        build = Build(types, aligned, own, 1, 1, early=early)
         merge = kernel_launcher(problem, slots, MERGE, build, device, (MERGE,))
     # The recipe keeps no tensor alive: a call puts its own in.
     kept = [None if isinstance(x, torch.Tensor) else x for x in values]
@@ -270,9 +272,12 @@ def _shared_values(
     table = _in_rows(inputs.block_table)
     q_strides, o_strides = four_strides(problem, inputs.q), four_strides(problem, out)
     rows = s.seqlen_q
-    strides = [
+    v_strides: list[int | None] = [x // step for x in inputs.v.stride()[:3]]
+    if inputs.v.stride() == inputs.k.stride():  # a row of v begins where one of k does, which is counted once
+        v_strides[0] = v_strides[2] = None
+    strides: list[int | None] = [
         *(x // step_q for x in q_strides[:3]), q_strides[3],
-        *(x // step for x in inputs.k.stride()[:3]), *(x // step for x in inputs.v.stride()[:3]),
+        *(x // step for x in inputs.k.stride()[:3]), *v_strides,
         *(x // step_q for x in o_strides[:3]), o_strides[3],
         0 if problem.options.layout == "varlen" else s.num_heads_q * rows, rows,
         0 if table is None else table.stride(0), *_scale_strides(inputs.k_scale), *_scale_strides(inputs.v_scale),
@@ -284,6 +289,15 @@ def _shared_values(
         _number(inputs.q_offset), _number(inputs.k_offset), s.head_dim, s.head_dim_v, inputs.scale,
         *_data(problem, inputs, slots),
     ]  # fmt: skip
+
+
+def _row_types(inputs: Inputs, step: int) -> dict[str, str]:
+    """Types of the strides of pages and rows: 32 bits where no row of a pool begins farther, which halves the
+    instructions that find rows."""
+    farthest = 0
+    for t in (inputs.k, inputs.v):
+        farthest = max(farthest, sum((t.shape[n] - 1) * t.stride(n) // step for n in (0, 2)))
+    return dict.fromkeys(("k_p", "k_n", "v_p", "v_n"), "i32") if farthest < 2**31 else {}
 
 
 def _scale_strides(t: Tensor | None) -> tuple[int, int]:

@@ -8,6 +8,8 @@ import torch
 
 from tilewise.backends.triton.compile import Build, types_of
 from tilewise.backends.triton.launch import plain_launcher
+from tilewise.backends.triton.launch_decode import waits_for_grids
+from tilewise.backends.triton.machine import machine_of
 from tilewise.backends.triton.tiles import padded
 
 if TYPE_CHECKING:
@@ -45,10 +47,11 @@ def join(
     block = max(1, ELEMENTS // dv_pad)
     from tilewise.backends.triton.join_kernel import join as kernel
 
-    build = Build(
-        types_of(NAMES, values, dict.fromkeys(STRIDES, "i64")), (), (("BLOCK_M", block), ("DV_PAD", dv_pad)), 4, 1
-    )  # fmt: skip
-    plain_launcher(kernel, build, max(out.get_device(), 0))(-(-lines // block), values)
+    device = max(out.get_device(), 0)
+    early = waits_for_grids(machine_of(device))
+    types = types_of(NAMES, values, dict.fromkeys(STRIDES, "i64"))
+    build = Build(types, (), (("BLOCK_M", block), ("DV_PAD", dv_pad), ("PDL", early)), 4, 1, early=early)
+    plain_launcher(kernel, build, device)(-(-lines // block), values)
     return out, lse
 
 
