@@ -155,9 +155,43 @@ def loads_ahead() -> bool:
     return holds
 
 
+def _of_heads(q, k, h):
+    return ((q // 24 + k // 40 + h) % 3 != 0) | (q == k)
+
+
+def tiles_looked_at_before() -> bool:
+    """Where the visible tiles of a head, and of a packed sequence, begin and end is known before the walk."""
+    from tilewise.backends.triton import launch_backward
+    from tilewise.backends.triton.tiles import Tiles
+
+    torch.manual_seed(0)
+    edges = torch.tensor([0, 40, 41, 41, 100], dtype=torch.int32)
+    work, choose, holds = launch_backward.TMA_WORK, launch_backward.choose_backward, True
+    tiles = {"keys": Tiles(32, 32, 4, 2), "rows": Tiles(32, 32, 4, 2)}
+    launch_backward.choose_backward = lambda *of: choose(*of)._replace(**tiles)
+    launch_backward.TMA_WORK = 0.0
+    launch_backward._tiles.cache_clear()
+    try:
+        for packed, mask in ((False, tw.causal() & tw.custom(_of_heads)), (True, tw.custom(_of_heads))):
+            q, do = (torch.randn(100, 2, 16) if packed else torch.randn(2, 2, 70, 16) for _ in range(2))
+            k, v = (torch.randn(100, 1, 16) if packed else torch.randn(2, 1, 90, 16) for _ in range(2))
+            found = []
+            for backend, dtype in (("triton", torch.float16), ("blockwise", torch.float64)):
+                inputs = [t.half().to(dtype).requires_grad_() for t in (q, k, v)]
+                call = (tw.attention_varlen, (edges,)) if packed else (tw.attention, ())
+                out = call[0](*inputs, *call[1], mask=mask, backend=backend)
+                found.append(torch.autograd.grad(out, inputs, do.half().to(dtype)))
+            errors = [float((a.double() - b).abs().max()) for a, b in zip(*found, strict=True)]
+            holds = holds and max(errors) < 5e-3
+    finally:
+        launch_backward.TMA_WORK, launch_backward.choose_backward = work, choose
+        launch_backward._tiles.cache_clear()
+    return holds
+
+
 FUNCTIONS: tuple[Callable[[], bool], ...] = (
     hidden_values, visible_values_spread, one_visible_key, large_scores, part_of_the_keys, one_leaf_in_two_batches,
-    two_leaves_by_column_packed, loads_ahead,
+    two_leaves_by_column_packed, loads_ahead, tiles_looked_at_before,
 )  # fmt: skip
 
 

@@ -27,16 +27,16 @@ def descriptor(problem: Problem, t: Tensor, rows: int, width: int) -> Any:
 
 
 def row_descriptors(call: Call, rows: int) -> tuple[Any, ...]:
-    """q, do, and, where heads begin at multiples of 16 bytes, m and delta, in tiles of some rows."""
+    """q, do, and, where each head's fill whole tiles, -m log2 e and delta, in tiles of some rows."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     def line(t: Tensor) -> Any:
         heads = t.numel() // call.pitch
-        return TensorDescriptor(t, [heads, call.problem.shape.seqlen_q], [call.pitch, 1], [1, rows])
+        return TensorDescriptor(t, [heads, call.pitch], [call.pitch, 1], [1, rows])
 
     pairs = ((call.inputs.q, call.d), (call.do, call.dv))
     found = tuple(descriptor(call.problem, t, rows, w) for t, w in pairs)
-    return (*found, line(call.m), line(call.delta)) if call.aligned else (*found, None, None)
+    return (*found, line(call.power), line(call.delta)) if call.power is not None else (*found, None, None)
 
 
 def key_descriptors(call: Call, keys: int) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ instructions, and gives wrong results or faults for some widths where loads are 
 
 class BackwardTiles(NamedTuple):
     """A choice for each kernel; careful: those of the second look; registers: the most that a thread of the key kernel
-    has, 0 for no bound."""
+    has, 0 for no bound; split: whether PARTIAL and FULL tiles that are loaded ahead have loops of their own."""
 
     keys: Tiles
     rows: Tiles
@@ -33,6 +33,21 @@ class BackwardTiles(NamedTuple):
     careful: Tiles
     swizzle: int
     registers: int = 0
+    split: bool = False
+
+
+WIDEST_SPLIT = 64
+"""Head dimension up to which PARTIAL and FULL tiles that are loaded ahead have loops of their own, unless runs of tiles
+are short: one loop, in which FULL tiles jump over the mask, is little more than half the code and suits short runs, and
+wider heads, which lack the registers for two; but its FULL tiles wait for both products at the jump."""
+
+
+def is_narrowed(problem: Problem) -> bool:
+    """Whether the mask reads numbers of the call or leaves."""
+    keep = problem.spec.keep
+    return keep is not None and any(
+        n.op in ("int_scalar", "float_scalar", "load") for n in ex.topological(keep)
+    )
 
 
 def table_keys(problem: Problem) -> tuple[str, ...]:
@@ -41,10 +56,10 @@ def table_keys(problem: Problem) -> tuple[str, ...]:
     A mask that reads numbers of the call or leaves, as windows and documents do, is "narrowed": a tile of rows sees
     fewer keys than under one of positions alone, as a rule, so that short runs of tiles have to be quick.
     """
-    s, keep = problem.shape, problem.spec.keep
+    s = problem.shape
     bits = 8 * problem.dtype.itemsize
-    kinds = ["full"] if keep is None else ["masked"]
-    if keep is not None and any(n.op in ("int_scalar", "float_scalar", "load") for n in ex.topological(keep)):
+    kinds = ["full"] if problem.spec.keep is None else ["masked"]
+    if is_narrowed(problem):
         kinds.insert(0, "narrowed")
     terms = "-terms" if problem.spec.score is not None else ""
     dropout = "-dropout" if problem.spec.dropout else ""
@@ -88,6 +103,7 @@ def choose_backward(problem: Problem, machine: Machine) -> BackwardTiles:
         ),
         swizzle[0] if swizzle else (4 if problem.spec.keep is not None else 1),
         registers[0] if registers else 0,
+        widest <= WIDEST_SPLIT and not is_narrowed(problem),
     )
 
 

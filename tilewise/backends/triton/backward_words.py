@@ -18,36 +18,67 @@ Source: Dao, FlashAttention-2, 2023, algorithm 2, https://arxiv.org/abs/2307.086
 import triton
 import triton.language as tl
 
+from tilewise.backends.triton.forward_kernel import find_sequence, sequence_length
 from tilewise.backends.triton.words import LOG2E
 
 CHUNK = tl.constexpr(512)
 """Tiles classified at once."""
+RUN = tl.constexpr(8)
+"""int32 for each tile in the table of `runs_kernel`, of which five are used."""
 INF = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def _survey(
-    first_a, past_a, full_a, after_a, live_a, fulls_a, first_b, past_b, full_b, after_b, live_b, fulls_b
+def locate(
+    unit, tile, batch, heads, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, seqlen_q, seqlen_k,
+    KEYS: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    return (
-        tl.minimum(first_a, first_b), tl.maximum(past_a, past_b), tl.minimum(full_a, full_b),
-        tl.maximum(after_a, after_b), live_a + live_b, fulls_a + fulls_b
-    )  # fmt: skip
+    """(b, head, tile, tensor_b, row0, n_q, key0, n_k) of tile `tile` of a unit, a head of a batch entry, or of the
+    packed tokens: the sequence and its tile (KEYS: of BLOCK keys, else of BLOCK rows), the tensors' batch entry, where
+    the sequence's rows and keys begin there, and how many there are."""
+    if VARLEN:
+        if KEYS:
+            b, tile = find_sequence(cu_k_ptr, tile, batch, seqlen_k, BLOCK)
+        else:
+            b, tile = find_sequence(cu_q_ptr, tile, batch, seqlen_q, BLOCK)
+        row0, n_q = sequence_length(cu_q_ptr, used_q_ptr, b, seqlen_q)
+        key0, n_k = sequence_length(cu_k_ptr, used_k_ptr, b, seqlen_k)
+        head, tensor_b = unit, 0
+    else:
+        b, head = unit // heads, unit % heads
+        tensor_b, row0, n_q, key0, n_k = b, 0, seqlen_q, 0, seqlen_k
+    return b, head, tile, tensor_b, row0, n_q, key0, n_k
 
 
 @triton.jit
-def survey(kind, t, stop):
-    """(first, full, after, past, simple) of a chunk of tiles t of a kind each: live tiles are first .. past - 1, FULL
-    ones full .. after - 1; `simple` says that no others are between them. Without a live tile first = past."""
-    live, fulls = (kind != 0).to(tl.int32), (kind == 2).to(tl.int32)
-    low, high = tl.where(kind != 0, t, stop), tl.where(kind != 0, t + 1, 0)
-    full_low, full_high = tl.where(kind == 2, t, stop), tl.where(kind == 2, t + 1, 0)
-    first, past, full, after, live, fulls = tl.reduce(
-        (low, high, full_low, full_high, live, fulls), 0, _survey
-    )
-    simple = (live == past - first) & ((fulls == 0) | (fulls == after - full))
-    past = tl.maximum(past, first)
-    return first, tl.where(fulls > 0, full, past), tl.where(fulls > 0, after, past), past, simple
+def row_kinds(t, count, tile, place, data, classify, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Kinds (0 EMPTY, 1 PARTIAL, 2 FULL) of row tiles t, of which there are `count`, as a tile of keys meets them."""
+    n_q, n_k, q_offset, k_offset, b, h, g = place
+    j0 = tile * BLOCK_N
+    j1 = tl.minimum(j0 + BLOCK_N, n_k) - 1
+    low, high = t * BLOCK_M, tl.minimum(t * BLOCK_M + BLOCK_M, n_q) - 1
+    kind = classify(low, high, j0, j1, q_offset, k_offset, b, h, h, g, data) + tl.zeros_like(t)
+    kind = tl.where(low + BLOCK_M > n_q, tl.minimum(kind, 1), kind)
+    return tl.where(t < count, kind, 0)
+
+
+@triton.jit
+def column_kinds(t, count, tile, place, data, classify, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Kinds of key tiles t as a tile of rows meets them."""
+    n_q, n_k, q_offset, k_offset, b, h, g = place
+    i0 = tile * BLOCK_M
+    i1 = tl.minimum(i0 + BLOCK_M, n_q) - 1
+    low, high = t * BLOCK_N, tl.minimum(t * BLOCK_N + BLOCK_N, n_k) - 1
+    kind = classify(i0, i1, low, high, q_offset, k_offset, b, h, h, g, data) + tl.zeros_like(t)
+    kind = tl.where(low + BLOCK_N > n_k, tl.minimum(kind, 1), kind)
+    return tl.where(t < count, kind, 0)
+
+
+@triton.jit
+def load_runs(ptr, at):
+    """(first, full, after, past, simple) of tile `at`, which `runs_kernel` found."""
+    ptr += at * RUN
+    return tl.load(ptr), tl.load(ptr + 1), tl.load(ptr + 2), tl.load(ptr + 3), tl.load(ptr + 4)
 
 
 @triton.jit
@@ -62,22 +93,25 @@ def piece_of(kind, t, at, stop):
 
 @triton.jit
 def pitch_of(seqlen_q, ALIGNED: tl.constexpr):
-    """Elements from one head's statistics of rows to the next one's; ALIGNED: they begin at multiples of 16 bytes, as
-    the copy engine wants it."""
-    pitch = seqlen_q
-    if ALIGNED:
-        pitch = tl.cdiv(seqlen_q, 4) * 4
-    return pitch
+    """Elements from one head's statistics of rows to the next one's: a multiple of ALIGNED, which is 1, 4 (16 bytes)
+    or, where the key kernel reads whole tiles of them ahead, more."""
+    return tl.cdiv(seqlen_q, ALIGNED) * ALIGNED
 
 
 @triton.jit
-def any_marked(ptr, count):
-    """Whether one of some marks is set."""
-    found = 0
-    for start in range(0, count, 32):
+def load_marks(ptr, count):
+    """The first 32 of some marks."""
+    n = tl.arange(0, 32)
+    return tl.load(ptr + n, mask=n < count, other=0)
+
+
+@triton.jit
+def any_marked(found, ptr, count):
+    """Whether one of some marks is set; found: what `load_marks` gave, some time before."""
+    for start in range(32, count, 32):
         n = start + tl.arange(0, 32)
-        found = tl.maximum(found, tl.max(tl.load(ptr + n, mask=n < count, other=0), 0))
-    return found > 0
+        found = tl.maximum(found, tl.load(ptr + n, mask=n < count, other=0))
+    return tl.max(found, 0) > 0
 
 
 @triton.jit
@@ -114,19 +148,21 @@ def weights(
     derive,
     HAS_TERMS: tl.constexpr,
     CAREFUL: tl.constexpr,
+    POWER: tl.constexpr = False,
 ):
-    """(p, what `derive` found): weights of the raw scores s, before masks; m and low broadcast against s."""
+    """(p, what `derive` found): weights of the raw scores s, before masks; m and low broadcast against s. POWER: what
+    comes as m is -m log2 e."""
     found = (s,)
     if HAS_TERMS:
         found = derive(s * scale, i, j, q_pos, k_pos, b, h, g, data)
         if CAREFUL:
             p = tl.exp2((found[0] - m) * LOG2E - low)
         else:
-            p = tl.exp2(tl.fma(found[0], LOG2E, m * -LOG2E))
+            p = tl.exp2(tl.fma(found[0], LOG2E, m if POWER else m * -LOG2E))
     elif CAREFUL:
         p = tl.exp2((s * scale - m) * LOG2E - low)
     else:
-        p = tl.exp2(tl.fma(s, scale * LOG2E, m * -LOG2E))
+        p = tl.exp2(tl.fma(s, scale * LOG2E, m if POWER else m * -LOG2E))
     return p, found
 
 

@@ -16,15 +16,18 @@ from tilewise.backends.triton.backward_words import (
     any_marked,
     contribution,
     finite,
+    load_marks,
+    load_runs,
+    locate,
     piece_of,
     pitch_of,
+    row_kinds,
     start_sums,
     store_sums,
     store_tile,
-    survey,
     weights,
 )
-from tilewise.backends.triton.forward_kernel import find_sequence, load_tile, position_offset, sequence_length
+from tilewise.backends.triton.forward_kernel import load_tile, place_of, position_offset
 from tilewise.backends.triton.philox import kept_tile
 
 
@@ -41,10 +44,9 @@ def statistics(m_ptr, delta_ptr, i0, n_q, BLOCK_M: tl.constexpr):
 def absorb_rows(
     dk, dv, sums, k, v, first, full, after, past, tensors, place, numbers, data, derive, keep, classify,
     MASKED: tl.constexpr, CAREFUL: tl.constexpr, STAGES: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr,
-    DROPOUT: tl.constexpr, SITES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr,
+    HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr, DROPOUT: tl.constexpr, SITES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr,
+    STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """dk, dv and the column sums after the row tiles first .. past - 1 of one head.
 
@@ -88,8 +90,6 @@ def absorb_rows(
                 # Both before either is used: then they share a barrier.
                 m_line, delta_line = m_desc.load([unit, i0]), delta_desc.load([unit, i0])
                 m, delta = m_line.reshape(BLOCK_M), delta_line.reshape(BLOCK_M)
-                if i0 + BLOCK_M > n_q:
-                    m = tl.where(inside, m, INF)
         else:
             if MASKED == "yes" and HAS_MASK:
                 # A row that sees none of these keys is not read: it may hold anything.
@@ -114,8 +114,8 @@ def absorb_rows(
         i = rows[None, :]
         q_pos = i + q_offset
         p, found = weights(
-            s, m[None, :], low[None, :], scale, i, j, q_pos, k_pos, b, h, g, data, derive, HAS_TERMS, CAREFUL
-        )
+            s, m[None, :], low[None, :], scale, i, j, q_pos, k_pos, b, h, g, data, derive, HAS_TERMS, CAREFUL,
+            TMA and not VARLEN)  # fmt: skip
         # Columns past the end are not stored, and rows past it have m = +inf.
         if CAREFUL:
             visible = inside[None, :] & (j < n_k) & (m != INF)[None, :]
@@ -159,37 +159,26 @@ def absorb_rows(
 
 @triton.jit
 def key_tile(
-    number, q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dk_ptr, dv_ptr, sums_ptr, seed_ptr,
-    q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, q_desc, do_desc, m_desc, delta_desc,
-    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dk_b, dk_h, dk_n, dv_b, dv_h,
-    dv_n, batch, heads, group, seqlen_q, seqlen_k, key_tiles, swizzle, q_offset, k_offset, h_offset, b_offset,
-    size_d, size_dv, threshold, scale, drop_factor, data, derive, keep, classify, classify_coarse,
+    number, q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dk_ptr, dv_ptr, sums_ptr, runs_ptr,
+    seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, q_desc, do_desc, m_desc,
+    delta_desc, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dk_b, dk_h, dk_n,
+    dv_b, dv_h, dv_n, batch, heads, group, seqlen_q, seqlen_k, key_tiles, swizzle, run_b, run_h, q_offset, k_offset,
+    h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor, data, derive, keep, classify,
     HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr, DROPOUT: tl.constexpr,
-    VARLEN: tl.constexpr,
-    LAST: tl.constexpr, SITES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr, ALIGNED: tl.constexpr,
+    VARLEN: tl.constexpr, LAST: tl.constexpr, SITES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr,
+    STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr,
+    ALIGNED: tl.constexpr, RUNS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One tile of the grid. Strides of q, k, v, do, dk and dv are in units of STEP elements."""
     # ---- which keys ----
     heads_kv = heads // group
     units = heads_kv if VARLEN else batch * heads_kv
-    per = key_tiles * swizzle
-    section = number // per
-    inner = number - section * per
-    width = tl.minimum(units - section * swizzle, swizzle)
-    tile = inner // width
-    unit = section * swizzle + inner % width
-    if VARLEN:
-        b, tile = find_sequence(cu_k_ptr, tile, batch, seqlen_k, BLOCK_N)
-        g = unit
-        row0, n_q = sequence_length(cu_q_ptr, used_q_ptr, b, seqlen_q)
-        key0, n_k = sequence_length(cu_k_ptr, used_k_ptr, b, seqlen_k)
-        tensor_b = 0
-    else:
-        b, g = unit // heads_kv, unit % heads_kv
-        row0, n_q, key0, n_k = 0, seqlen_q, 0, seqlen_k
-        tensor_b = b
+    later, unit = place_of(number, units, key_tiles, swizzle)
+    slot = key_tiles - 1 - later
+    b, g, tile, tensor_b, row0, n_q, key0, n_k = locate(
+        unit, slot, batch, heads_kv, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, seqlen_q, seqlen_k, True, BLOCK_N,
+        VARLEN)  # fmt: skip
     q_offset = position_offset(q_offset, q_offset_ptr, b, n_k - n_q, LAST)
     k_offset = position_offset(k_offset, k_offset_ptr, b, 0, False)
     j0 = tile * BLOCK_N
@@ -201,10 +190,15 @@ def key_tile(
     b_wide, g_wide = tl.cast(tensor_b, tl.int64), tl.cast(g, tl.int64)
     k_base = k_ptr + (b_wide * k_b + g_wide * k_h + key0 * k_n) * STEP
     v_base = v_ptr + (b_wide * v_b + g_wide * v_h + key0 * v_n) * STEP
+    marks_base = marks_ptr + b * heads + g * group
+    marks = load_marks(marks_base, group)
+    run_base = b_wide * run_b + slot
+    if RUNS:
+        runs = load_runs(runs_ptr, run_base + tl.cast(g * group, tl.int64) * run_h)
     k = load_tile(k_base, columns, k_n, k_d, size_d, own, True, D_PAD, EVEN, STEP, UNIT)
     v = load_tile(v_base, columns, v_n, v_d, size_dv, own, True, DV_PAD, EVEN_V, STEP, UNIT)
     # Marked heads are left to the second look, which takes no others.
-    marked = any_marked(marks_ptr + b * heads + g * group, group)
+    marked = any_marked(marks, marks_base, group)
     mine = marked if CAREFUL else marked == 0
     seed = 0
     if DROPOUT:
@@ -229,71 +223,64 @@ def key_tile(
         sums = start_sums(BLOCK_N, SITES)
         if CAREFUL:
             dk, dv, sums = absorb_rows(
-                dk, dv, sums, k, v, 0, 0, 0, row_tiles, tensors, place, numbers, data, derive, keep, classify,
-                "yes", True, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD,
-                DV_PAD, EVEN,
+                dk, dv, sums, k, v, 0, 0, 0, row_tiles, tensors, place, numbers, data, derive, keep, classify, "yes",
+                True, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN,
                 EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
         elif HAS_MASK:
-            chunk = 0
-            while chunk < row_tiles:
-                stop = tl.minimum(chunk + CHUNK, row_tiles)
-                last_row = tl.minimum(stop * BLOCK_M, n_q) - 1
-                live = classify_coarse(
-                    chunk * BLOCK_M, last_row, j0, j1, q_offset, k_offset, b, h, h, g, data
-                )
-                if live != 0:
-                    t = chunk + tl.arange(0, CHUNK)
-                    high = tl.minimum(t * BLOCK_M + BLOCK_M, n_q) - 1
-                    kind = classify(
-                        t * BLOCK_M, high, j0, j1, q_offset, k_offset, b, h, h, g, data
-                    ) + tl.zeros_like(t)
-                    kind = tl.where(t * BLOCK_M + BLOCK_M > n_q, tl.minimum(kind, 1), kind)
-                    kind = tl.where(t < stop, kind, 0)
-                    first, full, after, past, simple = survey(kind, t, stop)
-                    at = first
-                    end = past
-                    while at < end:
-                        if simple == 0:
-                            first, full, after, past = piece_of(kind, t, at, stop)
-                        if TMA:
-                            dk, dv, sums = absorb_rows(
-                                dk, dv, sums, k, v, first, full, after, past, tensors, place, numbers, data, derive,
-                                keep, classify, "ends", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT,
-                                SITES, BLOCK_M,
-                                BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
-                            at = past
-                        else:
-                            dk, dv, sums = absorb_rows(
-                                dk, dv, sums, k, v, first, full, full, full, tensors, place, numbers, data, derive,
-                                keep, classify, "yes", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT,
-                                SITES, BLOCK_M,
-                                BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
-                            dk, dv, sums = absorb_rows(
-                                dk, dv, sums, k, v, full, full, after, after, tensors, place, numbers, data, derive,
-                                keep, classify, "no", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT,
-                                SITES, BLOCK_M,
-                                BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
-                            at = after
-                            first, full, after = after, past, past
-                chunk = stop
+            first, full, after, past, simple = 0, 0, 0, row_tiles, 0
+            if RUNS:
+                first, full, after, past, simple = runs
+                if (member > 0) & (run_h > 0):
+                    first, full, after, past, simple = load_runs(runs_ptr, run_base + h_wide * run_h)
+            at = first
+            end = past
+            while at < end:
+                if simple == 0:
+                    t = at + tl.arange(0, CHUNK)
+                    stop = tl.minimum(at + CHUNK, end)
+                    kind = row_kinds(
+                        t,
+                        stop,
+                        tile,
+                        (n_q, n_k, q_offset, k_offset, b, h, g),
+                        data,
+                        classify,
+                        BLOCK_M,
+                        BLOCK_N,
+                    )
+                    first, full, after, past = piece_of(kind, t, at, stop)
+                if TMA and not SPLIT:
+                    dk, dv, sums = absorb_rows(
+                        dk, dv, sums, k, v, first, full, after, past, tensors, place, numbers, data, derive, keep,
+                        classify, "ends", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M,
+                        BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
+                    at = past
+                else:
+                    dk, dv, sums = absorb_rows(
+                        dk, dv, sums, k, v, first, full, full, full, tensors, place, numbers, data, derive, keep,
+                        classify, "yes", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N,
+                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
+                    dk, dv, sums = absorb_rows(
+                        dk, dv, sums, k, v, full, full, after, after, tensors, place, numbers, data, derive, keep,
+                        classify, "no", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N,
+                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
+                    at = after
+                    first, full, after = after, past, past
         elif TMA:
             dk, dv, sums = absorb_rows(
                 dk, dv, sums, k, v, 0, 0, row_tiles, row_tiles, tensors, place, numbers, data, derive, keep, classify,
-                "no", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD,
-                DV_PAD, EVEN, EVEN_V,
-                STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
+                "no", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD,
+                EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
         else:
             middle = tl.minimum(n_q // BLOCK_M, row_tiles)
             dk, dv, sums = absorb_rows(
                 dk, dv, sums, k, v, 0, 0, middle, middle, tensors, place, numbers, data, derive, keep, classify, "no",
-                False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD,
-                EVEN, EVEN_V, STEP,
-                UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
+                False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN,
+                EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
             dk, dv, sums = absorb_rows(
                 dk, dv, sums, k, v, middle, 0, 0, row_tiles, tensors, place, numbers, data, derive, keep, classify,
-                "yes", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD,
-                DV_PAD, EVEN,
-                EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
+                "yes", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD,
+                EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
         at_line = (b_wide * heads + h) * seqlen_k + key0 + columns
         plane = tl.cast(units * group, tl.int64) * seqlen_k
         store_sums(sums_ptr, sums, plane, at_line, own & mine, SITES)
@@ -315,16 +302,16 @@ def key_tile(
 
 @triton.jit
 def key_program(
-    q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dk_ptr, dv_ptr, sums_ptr, seed_ptr,
-    q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, q_desc, do_desc, m_desc, delta_desc,
-    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dk_b, dk_h, dk_n, dv_b, dv_h,
-    dv_n, batch, heads, group, seqlen_q, seqlen_k, key_tiles, swizzle, q_offset, k_offset, h_offset, b_offset,
-    size_d, size_dv, threshold, scale, drop_factor, data, derive, keep, classify, classify_coarse,
-    HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr, DROPOUT: tl.constexpr,
-    VARLEN: tl.constexpr,
-    LAST: tl.constexpr, SITES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr, ALIGNED: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dk_ptr, dv_ptr, sums_ptr, runs_ptr, seed_ptr,
+    q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, q_desc, do_desc, m_desc, delta_desc, q_b,
+    q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
+    batch, heads, group, seqlen_q, seqlen_k, key_tiles, swizzle, run_b, run_h, q_offset, k_offset, h_offset, b_offset,
+    size_d, size_dv, threshold, scale, drop_factor, data, derive, keep, classify, HAS_MASK: tl.constexpr,
+    HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, LAST: tl.constexpr,
+    SITES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr, ALIGNED: tl.constexpr, RUNS: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of the grid; of the second look, a share of all tiles, if any head is marked."""
     if CAREFUL:
@@ -333,21 +320,19 @@ def key_program(
         for number in range(tl.program_id(0), total, tl.num_programs(0)):
             key_tile(
                 number, q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dk_ptr, dv_ptr, sums_ptr,
-                seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, q_desc,
-                do_desc, m_desc, delta_desc,
-                q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
-                dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, batch, heads, group, seqlen_q, seqlen_k, key_tiles, swizzle,
-                q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor, data,
-                derive, keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, VARLEN, LAST,
-                SITES, BLOCK_M,
-                BLOCK_N, STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL, ALIGNED)  # fmt: skip
+                runs_ptr, seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, q_desc,
+                do_desc, m_desc, delta_desc, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h,
+                g_n, g_d, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, batch, heads, group, seqlen_q, seqlen_k, key_tiles,
+                swizzle, run_b, run_h, q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale,
+                drop_factor, data, derive, keep, classify, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, VARLEN, LAST, SITES,
+                BLOCK_M, BLOCK_N, STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL, ALIGNED,
+                RUNS, SPLIT)  # fmt: skip
     else:
         key_tile(
             tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dk_ptr, dv_ptr,
-            sums_ptr, seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, q_desc,
-            do_desc, m_desc, delta_desc, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n,
-            g_d, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, batch, heads, group, seqlen_q, seqlen_k, key_tiles, swizzle,
-            q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor, data, derive,
-            keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, VARLEN, LAST, SITES,
-            BLOCK_M, BLOCK_N,
-            STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL, ALIGNED)  # fmt: skip
+            sums_ptr, runs_ptr, seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr,
+            q_desc, do_desc, m_desc, delta_desc, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h,
+            g_n, g_d, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, batch, heads, group, seqlen_q, seqlen_k, key_tiles, swizzle,
+            run_b, run_h, q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
+            data, derive, keep, classify, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, VARLEN, LAST, SITES, BLOCK_M, BLOCK_N,
+            STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL, ALIGNED, RUNS, SPLIT)  # fmt: skip

@@ -23,11 +23,12 @@ from tilewise.backends.triton.launch import (
     precision_of,
     tables,
 )
+from tilewise.backends.triton.launch_runs import NO_RUNS, Runs, find_runs
 from tilewise.backends.triton.layout import Slots, fill
 from tilewise.backends.triton.leaf_gradients import LeafGradients, no_pairs, sink_gradient
 from tilewise.backends.triton.leaf_sums import Sites, sort_sites
 from tilewise.backends.triton.machine import machine_of
-from tilewise.backends.triton.source import argument_types, derivative_roots
+from tilewise.backends.triton.source import argument_types, is_sloped
 from tilewise.backends.triton.tiles import padded
 
 if TYPE_CHECKING:
@@ -38,10 +39,11 @@ if TYPE_CHECKING:
     from tilewise.backends.triton.source import Entry
     from tilewise.backends.triton.tiles import Tiles
     from tilewise.problem import Inputs, Problem
-    from tilewise.spec.attention import AttentionSpec
 
 TMA_WORK = 2.0e10
 """Operations from which descriptors are worth their host time; the forward's number."""
+MOST_ROWS = 128
+"""Of a tile of the key kernel; where it loads ahead, each head's statistics fill as many."""
 FEWEST_AHEAD = 32
 """Rows of a tile that comes by a descriptor, at least: 16 fault in Triton 3.6 (measured on an H200)."""
 SLOPES = -1
@@ -97,18 +99,24 @@ class Call:
         self.data = fill(
             slots, inputs.leaves, inputs.ints, inputs.floats, tables(slots, inputs.leaves, self.device)
         )
-        self.aligned = self.ALIGNED and not self.varlen
-        self.pitch = -(-s.seqlen_q // 4) * 4 if self.aligned else s.seqlen_q
+        self.tma = self._wants_tma()
+        self.aligned = (MOST_ROWS if self.tma else 4) if self.ALIGNED and not self.varlen else 1
+        self.pitch = -(-s.seqlen_q // self.aligned) * self.aligned
         lines = (1 if self.varlen else s.batch) * s.num_heads_q * self.pitch
         # What lies outside of every sequence is written by nobody, and takes no part.
-        self.m = (
-            inputs.q.new_full((lines,), math.inf, dtype=torch.float32) if self.varlen else self._floats(lines)
-        )
+        self.power: Tensor | None = None
+        if self.varlen:
+            self.m = inputs.q.new_full((lines,), math.inf, dtype=torch.float32)
+        elif self.aligned == MOST_ROWS:
+            # -m log2 e, behind m.
+            self.m, self.power = self._floats(2 * lines).split(lines)
+        else:
+            self.m = self._floats(lines)
         self.low, self.delta = self._floats(lines), self._floats(lines)
         if self.varlen:
             self.low.zero_()
             self.delta.zero_()
-        self.tma = self._wants_tma()
+        self.tile_runs: Runs | None = None
         # One per batch entry and head, and one for all of them.
         self.marks = inputs.q.new_zeros((max(s.batch, 1) * s.num_heads_q + 1,), dtype=torch.int32)
 
@@ -137,6 +145,7 @@ class Call:
             "BLOCK_N": tiles.block_n, "STAGES": tiles.stages, "D_PAD": self.d, "DV_PAD": self.dv,
             "EVEN": self.d == s.head_dim, "EVEN_V": self.dv == s.head_dim_v, "STEP": self.layout.step,
             "UNIT": self.layout.unit, "PRECISION": precision_of(self.problem.dtype), "ALIGNED": self.aligned,
+            "SPLIT": self.tiles.split,
         }  # fmt: skip
 
     def blocks(self, block: int, rows: bool) -> int:
@@ -188,7 +197,7 @@ class Call:
     def prepare(self) -> None:
         """m, low and delta of every row."""
         s, tiles = self.problem.shape, self.tiles.prepare
-        row_tiles = self.blocks(tiles.block_m, True)
+        row_tiles = self.blocks(tiles.block_m, True) if self.power is None else self.pitch // tiles.block_m
         units = s.num_heads_q * (1 if self.varlen else s.batch)
         dlse = self.dlse
 
@@ -221,15 +230,17 @@ class Call:
         for careful, tiles in passes[made is not None :]:
             key_tiles = self.blocks(tiles.block_n, False)
             tma = self.tma and not careful and tiles.block_m >= FEWEST_AHEAD
+            runs = NO_RUNS if careful else self.find_runs()
             found = row_descriptors(self, tiles.block_m) if tma else (None,) * 4
             values = (
-                *self.tensors, *self.rows, self.marks, dk, dv, sums, *self.places, *found, *self.strides,
-                *self.written(dk), *self.written(dv), *self.sizes, key_tiles,
-                self.tiles.swizzle, *self.offsets, *self.factors,
+                *self.tensors, *self.rows, self.marks, dk, dv, sums, runs.keys, *self.places, *found,
+                *self.strides, *self.written(dk), *self.written(dv), *self.sizes, key_tiles,
+                self.tiles.swizzle, *runs.strides, *self.offsets, *self.factors,
             )  # fmt: skip
-            constants: dict[str, Any] = {"SITES": sites, "TMA": tma, "CAREFUL": careful}
-            registers = 0 if careful else self.tiles.registers
-            self.launch(KEYS, tiles, self.grid(units * key_tiles, careful), values, registers, **constants)
+            self.launch(
+                KEYS, tiles, self.grid(units * key_tiles, careful), values, 0 if careful else self.tiles.registers,
+                SITES=sites, TMA=tma, CAREFUL=careful, RUNS=runs.keys is not None,
+            )  # fmt: skip
         return dk, dv, sums
 
     def row_gradients(
@@ -246,21 +257,17 @@ class Call:
         for careful, tiles in passes[made is not None :]:
             row_tiles = self.blocks(tiles.block_m, True)
             tma = self.tma and not careful and tiles.block_n >= FEWEST_AHEAD
+            runs = NO_RUNS if careful else self.find_runs()
             found = key_descriptors(self, tiles.block_n) if tma else (None, None)
             values = (
-                *self.tensors, *self.rows, self.marks, dq, sums, dq if target is None else target,
-                *self.places, *found,
-                *self.strides, *self.written(dq), *strides, *self.sizes, row_tiles,
-                self.tiles.swizzle, *self.offsets, *self.factors,
+                *self.tensors, *self.rows, self.marks, dq, sums, dq if target is None else target, runs.rows,
+                *self.places, *found, *self.strides, *self.written(dq), *strides, *self.sizes, row_tiles,
+                self.tiles.swizzle, *runs.strides, *self.offsets, *self.factors,
             )  # fmt: skip
-            constants: dict[str, Any] = {
-                "SITES": sites,
-                "PAIR": pair,
-                "PAIR_STEP": step,
-                "TMA": tma,
-                "CAREFUL": careful,
-            }
-            self.launch(ROWS, tiles, self.grid(units * row_tiles, careful), values, **constants)
+            self.launch(
+                ROWS, tiles, self.grid(units * row_tiles, careful), values, SITES=sites, PAIR=pair, PAIR_STEP=step,
+                TMA=tma, CAREFUL=careful, RUNS=runs.rows is not None,
+            )  # fmt: skip
         return dq, sums
 
     def site_gradient(self, site: int, mode: str, target: Tensor, strides: tuple[int, ...]) -> None:
@@ -280,6 +287,11 @@ class Call:
         )  # fmt: skip
         self.launch(site_entry(site), tiles, grid, values, MODE=mode, SITE=site)
 
+    def find_runs(self) -> Runs:
+        """Where the visible tiles of each tile begin and end; looked at when first asked for."""
+        self.tile_runs = self.tile_runs or find_runs(self)
+        return self.tile_runs
+
     def _wants_tma(self) -> bool:
         """Whether FULL tiles come by descriptors: where the hardware has them, and the call is long enough."""
         s, machine = self.problem.shape, machine_of(self.device)
@@ -289,9 +301,9 @@ class Call:
             return False
         if max(s.head_dim, s.head_dim_v) > 256 or self.do.dtype != self.problem.dtype:
             return False
-        batch = 1 if self.varlen else s.batch
-        work = 5.0 * batch * s.num_heads_q * s.seqlen_q * s.seqlen_k * (s.head_dim + s.head_dim_v)
-        return work >= TMA_WORK and min(s.head_dim, s.head_dim_v) > 0 and self.m.numel() < 2**31
+        lines = (1 if self.varlen else s.batch) * s.num_heads_q * s.seqlen_q
+        work = 5.0 * lines * s.seqlen_k * (s.head_dim + s.head_dim_v)
+        return work >= TMA_WORK and min(s.head_dim, s.head_dim_v) > 0 and lines < 2**30
 
     # ---- memory --------------------------------------------------------------------------------------------
 
@@ -320,12 +332,6 @@ def _tiles(problem: Problem, machine: Any) -> BackwardTiles:
     return choose_backward(problem, machine)
 
 
-def is_sloped(spec: AttentionSpec) -> bool:
-    """Whether the score terms do more than add to the product: d score / d s is not the number 1."""
-    slope = derivative_roots(spec)[0][1]
-    return spec.score is not None and not (slope.op == "const" and slope.value == 1)
-
-
 def needs_atomics(problem: Problem, inputs: Inputs, needs: Needs) -> bool:
     """Whether some leaf's gradient is a gather whose sums have no order."""
     return bool(any(needs.leaves) and sort_sites(problem, inputs.leaves, tuple(needs.leaves)).scatters)
@@ -352,7 +358,7 @@ def backward(
         call.ahead = []
         _run(call, sites, needs)
         runs = kernel_launchers(call.ahead)
-        call.ahead = None
+        call.ahead = call.tile_runs = None
         if len(_known) >= MOST_KINDS:
             _known.clear()
         _known[kind] = runs

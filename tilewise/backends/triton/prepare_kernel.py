@@ -4,7 +4,8 @@ Grid: x = heads * row tiles (of all batch entries, or of the packed tokens). One
 
     delta = sum_d do out - dlse          m = lse          low = 0
 
-A row that takes no part (it saw no key, or all its cotangents are 0) gets m = +inf, so that its weights are 0.
+and, where the key kernel loads ahead, -m log2 e in a plane behind m. A row that takes no part (it saw no key, or all
+its cotangents are 0) gets m = +inf, so that its weights are 0.
 
 lse = m + log l is rounded to the size of m, and out to its own type. Where that would be felt (|lse| beyond `limit`,
 or so few keys that one may be the only visible one) the program computes m, log2 l and delta afresh from q, k, v and
@@ -15,18 +16,18 @@ device: nothing is read by the host, and the usual call pays for reading do and 
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton.backward_words import INF, pitch_of
-from tilewise.backends.triton.forward_kernel import find_sequence, load_tile, position_offset, sequence_length
+from tilewise.backends.triton.backward_words import INF, locate, pitch_of
+from tilewise.backends.triton.forward_kernel import load_tile, position_offset
 from tilewise.backends.triton.philox import kept_tile
 from tilewise.backends.triton.words import LOG2E
 
 
 @triton.jit
 def afresh(
-    rows, own, do, tensors, place, numbers, sink_ptr, seed_ptr, data, derive, keep,
-    HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr,
-    STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    rows, own, do, tensors, place, numbers, sink_ptr, seed_ptr, data, derive, keep, HAS_MASK: tl.constexpr,
+    HAS_TERMS: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """m, l and the sum of p dp of each row, from q, k, v and do."""
     q_ptr, k_ptr, v_ptr, q_n, q_d, k_n, k_d, v_n, v_d, size_d, size_dv = tensors
@@ -84,29 +85,20 @@ def afresh(
 @triton.jit
 def prepare_tile(
     number, q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, lse_ptr, dlse_ptr, sink_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr,
-    seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr,
-    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, o_b, o_h, o_n, o_d,
-    l_b, l_h, l_n, dl_b, dl_h, dl_n, batch, heads, group, seqlen_q, seqlen_k, row_tiles,
-    q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, few, scale, drop_factor, limit,
-    data, derive, keep, classify,
-    EXACT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
-    LAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    ALIGNED: tl.constexpr = False,
+    seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, q_b, q_h, q_n, q_d, k_b, k_h,
+    k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, o_b, o_h, o_n, o_d, l_b, l_h, l_n, dl_b, dl_h, dl_n, batch,
+    heads, group, seqlen_q, seqlen_k, row_tiles, q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold,
+    few, scale, drop_factor, limit, data, derive, keep, classify, EXACT: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_TERMS: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, LAST: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr,
+    STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr = 1,
 ):  # fmt: skip
     """Tile `number` of the grid: see the header. Strides of q, k, v, do and out are in units of STEP elements."""
     tile = number % row_tiles
     unit = number // row_tiles
-    if VARLEN:
-        b, tile = find_sequence(cu_q_ptr, tile, batch, seqlen_q, BLOCK_M)
-        h = unit
-        row0, n_q = sequence_length(cu_q_ptr, used_q_ptr, b, seqlen_q)
-        key0, n_k = sequence_length(cu_k_ptr, used_k_ptr, b, seqlen_k)
-        tensor_b = 0
-    else:
-        b, h = unit // heads, unit % heads
-        row0, n_q, key0, n_k = 0, seqlen_q, 0, seqlen_k
-        tensor_b = b
+    b, h, tile, tensor_b, row0, n_q, key0, n_k = locate(
+        unit, tile, batch, heads, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, seqlen_q, seqlen_k, False, BLOCK_M,
+        VARLEN)  # fmt: skip
     g = h // group
     i0 = tile * BLOCK_M
     rows = i0 + tl.arange(0, BLOCK_M)
@@ -117,7 +109,7 @@ def prepare_tile(
     do = load_tile(do_base, rows, g_n, g_d, size_dv, own, True, DV_PAD, EVEN_V, STEP, UNIT)
     out = load_tile(out_base, rows, o_n, o_d, size_dv, own, True, DV_PAD, EVEN_V, STEP, UNIT)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
-    alive = own & (tl.max((do.to(tl.float32) != 0).to(tl.int32), 1) > 0)
+    alive = own & (tl.sum(tl.abs(do.to(tl.float32)), 1) != 0)
     lse_row = l_b * b_wide + l_h * h_wide + (row0 + rows).to(tl.int64) * l_n
     lse = tl.load(lse_ptr + lse_row, mask=own, other=-INF)
     dlse = tl.zeros_like(lse)
@@ -155,28 +147,31 @@ def prepare_tile(
     line = (b_wide * heads + h) * pitch_of(seqlen_q, ALIGNED) + row0 + rows
     tl.store(m_ptr + line, tl.where(alive, m, INF), mask=own)
     tl.store(low_ptr + line, low, mask=own)
+    if ALIGNED > 4:
+        # Tiles of the key kernel read these lines past the rows' end, where nothing takes part.
+        power_ptr = m_ptr + tl.cast(batch * heads, tl.int64) * pitch_of(seqlen_q, ALIGNED)
+        tl.store(power_ptr + line, tl.where(alive, m * -LOG2E, -INF))
+        own = rows < pitch_of(seqlen_q, ALIGNED)
     tl.store(delta_ptr + line, tl.where(alive, delta - dlse, 0.0), mask=own)
 
 
 @triton.jit
 def prepare_program(
-    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, lse_ptr, dlse_ptr, sink_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr,
-    seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr,
-    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, o_b, o_h, o_n, o_d,
-    l_b, l_h, l_n, dl_b, dl_h, dl_n, batch, heads, group, seqlen_q, seqlen_k, row_tiles,
-    q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, few, scale, drop_factor, limit,
-    data, derive, keep, classify,
-    EXACT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
-    LAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, lse_ptr, dlse_ptr, sink_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, seed_ptr,
+    q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d,
+    v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, o_b, o_h, o_n, o_d, l_b, l_h, l_n, dl_b, dl_h, dl_n, batch, heads, group,
+    seqlen_q, seqlen_k, row_tiles, q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, few, scale,
+    drop_factor, limit, data, derive, keep, classify, EXACT: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_TERMS: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, LAST: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr,
+    STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile."""
     prepare_tile(
         tl.program_id(0), q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, lse_ptr, dlse_ptr, sink_ptr, m_ptr, low_ptr,
         delta_ptr, marks_ptr, seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, q_b,
-        q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, o_b, o_h, o_n, o_d, l_b, l_h,
-        l_n, dl_b, dl_h, dl_n, batch, heads, group, seqlen_q, seqlen_k, row_tiles, q_offset, k_offset, h_offset,
-        b_offset, size_d, size_dv, threshold, few, scale, drop_factor, limit, data, derive, keep, classify, EXACT,
-        HAS_MASK, HAS_TERMS, DROPOUT, VARLEN, LAST, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-        PRECISION, ALIGNED)  # fmt: skip
+        q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, o_b, o_h, o_n, o_d, l_b, l_h, l_n,
+        dl_b, dl_h, dl_n, batch, heads, group, seqlen_q, seqlen_k, row_tiles, q_offset, k_offset, h_offset, b_offset,
+        size_d, size_dv, threshold, few, scale, drop_factor, limit, data, derive, keep, classify, EXACT, HAS_MASK,
+        HAS_TERMS, DROPOUT, VARLEN, LAST, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
+        ALIGNED)  # fmt: skip

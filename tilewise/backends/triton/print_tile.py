@@ -8,6 +8,7 @@ round down, x // 0 = 0, a load outside its leaf reads the nearest element inside
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from tilewise.spec import expression as ex
@@ -48,6 +49,7 @@ class TilePrinter:
         self.names: dict[Node, str] = {}
         self.lines: list[str] = []
         self.used: set[int] = set()
+        self.fused: set[Node] = set()
 
     def _slot(self, at: int) -> str:
         self.used.add(at)
@@ -55,8 +57,12 @@ class TilePrinter:
 
     def emit(self, node: Node) -> str:
         """Print a node and what it needs; returns its name."""
-        for n in ex.topological(node):
-            if n not in self.names:
+        order = ex.topological(node)
+        uses = Counter(arg for n in order for arg in n.args)
+        inner = (part for n in order if (part := self._fused_part(n)) is not None)
+        self.fused |= {part for part in inner if uses[part] == 1 and part not in self.names}
+        for n in order:
+            if n not in self.names and n not in self.fused:
                 text = self._text(n)
                 if n.op in ("var", "int_scalar", "float_scalar"):
                     self.names[n] = text
@@ -65,8 +71,20 @@ class TilePrinter:
                 self.lines.append(f"{self.names[n]} = {text}")
         return self.names[node]
 
+    def _fused_part(self, node: Node) -> Node | None:
+        """What is printed as a part of a node, unless others want it: a product that a float is added to or that is
+        taken from it (one rounding), and the magnitude of a distance that becomes a float (whose sign is free)."""
+        if self.exact:
+            return None
+        if node.op in ("add", "sub") and node.type == "float":
+            return node.args[1] if node.args[1].op == "mul" else None
+        return node.args[0] if node.op == "to_float" and _is_distance(node.args[0]) else None
+
     def _text(self, node: Node) -> str:
-        a = [self.names[arg] for arg in node.args]
+        if node.op in ("add", "sub") and node.args[1] in self.fused:
+            x, y, z = (self.names[arg] for arg in (node.args[0], *node.args[1].args))
+            return f"tl.fma({'-' * (node.op == 'sub')}{y}, {z}, {x})"
+        a = [self.names.get(arg, "") for arg in node.args]
         match node.op:
             case "const":
                 return literal(node)
@@ -82,6 +100,8 @@ class TilePrinter:
                 return f"-{a[0]}" if node.type == "float" else f"0 - {a[0]}"
             case "not":
                 return f"{a[0]} == 0"
+            case "to_float" if node.args[0] in self.fused:
+                return f"tl.abs({self.names[node.args[0].args[0]]}.to(tl.float32))"
             case "to_int" | "to_float":
                 return f"{a[0]}.to({_TYPES[node.type]})"
         if node.op == "div" and self.exact:
@@ -147,6 +167,13 @@ class TilePrinter:
         if d == layout.unit and layout.step > 1:
             return f"({name} // {layout.step} < {size} // {layout.step})"
         return f"({name} < {size})"
+
+
+def _is_distance(node: Node) -> bool:
+    """Whether a node is |q - k|, which int32 holds, so that it may become a float before its sign is dropped."""
+    if node.op != "abs" or node.type != "int" or node.args[0].op != "sub":
+        return False
+    return {str(arg.value) for arg in node.args[0].args if arg.op == "var"} == {"q", "k"}
 
 
 def shift_of(node: Node) -> int | None:

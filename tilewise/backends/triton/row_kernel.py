@@ -12,17 +12,19 @@ from tilewise.backends.triton.backward_words import (
     CHUNK,
     INF,
     add_sums,
+    column_kinds,
     contribution,
     finite,
+    load_runs,
+    locate,
     piece_of,
     pitch_of,
     start_sums,
     store_sums,
     store_tile,
-    survey,
     weights,
 )
-from tilewise.backends.triton.forward_kernel import find_sequence, load_tile, position_offset, sequence_length
+from tilewise.backends.triton.forward_kernel import load_tile, place_of, position_offset
 from tilewise.backends.triton.philox import kept_tile
 
 
@@ -41,10 +43,10 @@ def store_pairs(ptr, part, i, j, pair_i, pair_j, n_q, n_k, STEP: tl.constexpr):
 def absorb_keys(
     dq, sums, q, do, m, low, delta, first, full, after, past, tensors, place, numbers, data, derive, keep, classify,
     MASKED: tl.constexpr, CAREFUL: tl.constexpr, STAGES: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr,
-    DROPOUT: tl.constexpr, SITES: tl.constexpr, PAIR: tl.constexpr, PAIR_STEP: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr,
-    STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr, DROPOUT: tl.constexpr, SITES: tl.constexpr, PAIR: tl.constexpr,
+    PAIR_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """dq and the row sums after the key tiles first .. past - 1. MASKED is that of `key_kernel.absorb_rows`."""
     (
@@ -123,36 +125,24 @@ def absorb_keys(
 
 @triton.jit
 def row_tile(
-    number, q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dq_ptr, sums_ptr, pair_ptr, seed_ptr,
-    q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, k_desc, v_desc, q_b, q_h, q_n, q_d, k_b,
-    k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h, dq_n, pair_b, pair_h, pair_i, pair_j, batch,
-    heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, q_offset, k_offset, h_offset, b_offset, size_d, size_dv,
-    threshold, scale, drop_factor, data, derive, keep, classify, classify_coarse, HAS_MASK: tl.constexpr,
-    HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
-    LAST: tl.constexpr, SITES: tl.constexpr,
-    PAIR: tl.constexpr, PAIR_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr, ALIGNED: tl.constexpr,
+    number, q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dq_ptr, sums_ptr, pair_ptr, runs_ptr,
+    seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, k_desc, v_desc, q_b, q_h, q_n,
+    q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h, dq_n, pair_b, pair_h, pair_i, pair_j,
+    batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, run_b, run_h, q_offset, k_offset, h_offset, b_offset,
+    size_d, size_dv, threshold, scale, drop_factor, data, derive, keep, classify, HAS_MASK: tl.constexpr,
+    HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, LAST: tl.constexpr,
+    SITES: tl.constexpr, PAIR: tl.constexpr, PAIR_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr,
+    STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr,
+    ALIGNED: tl.constexpr, RUNS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One tile of the grid. Strides of q, k, v, do and dq are in units of STEP elements."""
     # ---- which rows ----
     units = heads if VARLEN else batch * heads
-    per = row_tiles * swizzle
-    section = number // per
-    inner = number - section * per
-    width = tl.minimum(units - section * swizzle, swizzle)
-    tile = row_tiles - 1 - inner // width
-    unit = section * swizzle + inner % width
-    if VARLEN:
-        b, tile = find_sequence(cu_q_ptr, tile, batch, seqlen_q, BLOCK_M)
-        h = unit
-        row0, n_q = sequence_length(cu_q_ptr, used_q_ptr, b, seqlen_q)
-        key0, n_k = sequence_length(cu_k_ptr, used_k_ptr, b, seqlen_k)
-        tensor_b = 0
-    else:
-        b, h = unit // heads, unit % heads
-        row0, n_q, key0, n_k = 0, seqlen_q, 0, seqlen_k
-        tensor_b = b
+    slot, unit = place_of(number, units, row_tiles, swizzle)
+    b, h, tile, tensor_b, row0, n_q, key0, n_k = locate(
+        unit, slot, batch, heads, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, seqlen_q, seqlen_k, False, BLOCK_M,
+        VARLEN)  # fmt: skip
     g = h // group
     q_offset = position_offset(q_offset, q_offset_ptr, b, n_k - n_q, LAST)
     k_offset = position_offset(k_offset, k_offset_ptr, b, 0, False)
@@ -172,6 +162,8 @@ def row_tile(
         v_n, v_d,
         pair_i, pair_j, size_d, size_dv
     )  # fmt: skip
+    if RUNS:
+        first, full, after, past, simple = load_runs(runs_ptr, b_wide * run_b + h_wide * run_h + slot)
     q = load_tile(q_base, rows, q_n, q_d, size_d, own, True, D_PAD, EVEN, STEP, UNIT)
     do = load_tile(do_base, rows, g_n, g_d, size_dv, own, True, DV_PAD, EVEN_V, STEP, UNIT).to(q.dtype)
     line = (b_wide * heads + h) * pitch_of(seqlen_q, ALIGNED) + row0 + rows
@@ -193,74 +185,58 @@ def row_tile(
     sums = start_sums(BLOCK_M, SITES)
     if CAREFUL:
         dq, sums = absorb_keys(
-            dq, sums, q, do, m, low, delta, 0, 0, 0, end, tensors, place, numbers, data, derive, keep,
-            classify, "yes",
-            True, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M, BLOCK_N,
-            D_PAD, DV_PAD, EVEN,
-            EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+            dq, sums, q, do, m, low, delta, 0, 0, 0, end, tensors, place, numbers, data, derive, keep, classify,
+            "yes", True, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M, BLOCK_N,
+            D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
     elif HAS_MASK:
-        chunk = 0
-        while chunk < end:
-            stop = tl.minimum(chunk + CHUNK, end)
-            last_column = tl.minimum(stop * BLOCK_N, n_k) - 1
-            live = classify_coarse(i0, i1, chunk * BLOCK_N, last_column, q_offset, k_offset, b, h, h, g, data)
-            if live != 0:
-                t = chunk + tl.arange(0, CHUNK)
-                high = tl.minimum(t * BLOCK_N + BLOCK_N, n_k) - 1
-                kind = classify(
-                    i0, i1, t * BLOCK_N, high, q_offset, k_offset, b, h, h, g, data
-                ) + tl.zeros_like(t)
-                kind = tl.where(t * BLOCK_N + BLOCK_N > n_k, tl.minimum(kind, 1), kind)
-                kind = tl.where(t < stop, kind, 0)
-                first, full, after, past, simple = survey(kind, t, stop)
-                at = first
-                last = past
-                while at < last:
-                    if simple == 0:
-                        first, full, after, past = piece_of(kind, t, at, stop)
-                    if TMA:
-                        dq, sums = absorb_keys(
-                            dq, sums, q, do, m, low, delta, first, full, after, past, tensors, place, numbers, data,
-                            derive, keep, classify, "ends", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED,
-                            DROPOUT, SITES, PAIR,
-                            PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
-                            TMA)  # fmt: skip
-                        at = past
-                    else:
-                        dq, sums = absorb_keys(
-                            dq, sums, q, do, m, low, delta, first, full, full, full, tensors, place, numbers, data,
-                            derive, keep, classify, "yes", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT,
-                            SITES, PAIR,
-                            PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
-                            TMA)  # fmt: skip
-                        dq, sums = absorb_keys(
-                            dq, sums, q, do, m, low, delta, full, full, after, after, tensors, place, numbers, data,
-                            derive, keep, classify, "no", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT,
-                            SITES, PAIR,
-                            PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
-                            TMA)  # fmt: skip
-                        at = after
-                        first, full, after = after, past, past
-            chunk = stop
+        if RUNS:
+            at = first
+            last = tl.where(end > 0, past, first)
+        else:
+            first, full, after, past, simple = 0, 0, 0, 0, 0
+            at = 0
+            last = end
+        while at < last:
+            if simple == 0:
+                t = at + tl.arange(0, CHUNK)
+                stop = tl.minimum(at + CHUNK, last)
+                kind = column_kinds(
+                    t, stop, tile, (n_q, n_k, q_offset, k_offset, b, h, g), data, classify, BLOCK_M, BLOCK_N
+                )
+                first, full, after, past = piece_of(kind, t, at, stop)
+            if TMA and not SPLIT:
+                dq, sums = absorb_keys(
+                    dq, sums, q, do, m, low, delta, first, full, after, past, tensors, place, numbers, data, derive,
+                    keep, classify, "ends", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR,
+                    PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+                at = past
+            else:
+                dq, sums = absorb_keys(
+                    dq, sums, q, do, m, low, delta, first, full, full, full, tensors, place, numbers, data, derive,
+                    keep, classify, "yes", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR,
+                    PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+                dq, sums = absorb_keys(
+                    dq, sums, q, do, m, low, delta, full, full, after, after, tensors, place, numbers, data, derive,
+                    keep, classify, "no", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR, PAIR_STEP,
+                    BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+                at = after
+                first, full, after = after, past, past
     else:
         middle = tl.minimum(n_k // BLOCK_N, end)
         if TMA:
             dq, sums = absorb_keys(
                 dq, sums, q, do, m, low, delta, 0, 0, middle, end, tensors, place, numbers, data, derive, keep,
                 classify, "ends", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR, PAIR_STEP,
-                BLOCK_M, BLOCK_N,
-                D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+                BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
         else:
             dq, sums = absorb_keys(
                 dq, sums, q, do, m, low, delta, 0, 0, middle, middle, tensors, place, numbers, data, derive, keep,
-                classify, "no", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR, PAIR_STEP,
-                BLOCK_M, BLOCK_N,
-                D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+                classify, "no", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M,
+                BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
             dq, sums = absorb_keys(
                 dq, sums, q, do, m, low, delta, middle, 0, 0, end, tensors, place, numbers, data, derive, keep,
-                classify, "yes", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR, PAIR_STEP,
-                BLOCK_M, BLOCK_N,
-                D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+                classify, "yes", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M,
+                BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
 
     # ---- finish ----
     if not CAREFUL:
@@ -275,16 +251,16 @@ def row_tile(
 
 @triton.jit
 def row_program(
-    q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dq_ptr, sums_ptr, pair_ptr, seed_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dq_ptr, sums_ptr, pair_ptr, runs_ptr, seed_ptr,
     q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, k_desc, v_desc, q_b, q_h, q_n, q_d, k_b,
     k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h, dq_n, pair_b, pair_h, pair_i, pair_j, batch,
-    heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, q_offset, k_offset, h_offset, b_offset, size_d, size_dv,
-    threshold, scale, drop_factor, data, derive, keep, classify, classify_coarse, HAS_MASK: tl.constexpr,
-    HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
-    LAST: tl.constexpr, SITES: tl.constexpr,
-    PAIR: tl.constexpr, PAIR_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr, ALIGNED: tl.constexpr,
+    heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, run_b, run_h, q_offset, k_offset, h_offset, b_offset,
+    size_d, size_dv, threshold, scale, drop_factor, data, derive, keep, classify, HAS_MASK: tl.constexpr,
+    HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, LAST: tl.constexpr,
+    SITES: tl.constexpr, PAIR: tl.constexpr, PAIR_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr,
+    STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr,
+    ALIGNED: tl.constexpr, RUNS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of the grid; of the second look, a share of all tiles, if any head is marked."""
     if CAREFUL:
@@ -292,23 +268,21 @@ def row_program(
         total = tl.where(tl.load(marks_ptr + batch * heads) > 0, units * row_tiles, 0)
         for number in range(tl.program_id(0), total, tl.num_programs(0)):
             row_tile(
-                number, q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dq_ptr, sums_ptr,
-                pair_ptr, seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, k_desc,
+                number, q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dq_ptr, sums_ptr, pair_ptr,
+                runs_ptr, seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, k_desc,
                 v_desc, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h,
                 dq_n, pair_b, pair_h, pair_i, pair_j, batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle,
-                q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor, data,
-                derive, keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, VARLEN, LAST,
-                SITES, PAIR,
-                PAIR_STEP, BLOCK_M, BLOCK_N, STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA,
-                CAREFUL, ALIGNED)  # fmt: skip
+                run_b, run_h, q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
+                data, derive, keep, classify, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, VARLEN, LAST, SITES, PAIR,
+                PAIR_STEP, BLOCK_M, BLOCK_N, STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL,
+                ALIGNED, RUNS, SPLIT)  # fmt: skip
     else:
         row_tile(
             tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dq_ptr, sums_ptr,
-            pair_ptr, seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, k_desc,
-            v_desc, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h,
-            dq_n, pair_b, pair_h, pair_i, pair_j, batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle,
-            q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor, data, derive,
-            keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, VARLEN, LAST, SITES, PAIR,
-            PAIR_STEP,
-            BLOCK_M, BLOCK_N, STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL,
-            ALIGNED)  # fmt: skip
+            pair_ptr, runs_ptr, seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr,
+            k_desc, v_desc, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b,
+            dq_h, dq_n, pair_b, pair_h, pair_i, pair_j, batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle,
+            run_b, run_h, q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
+            data, derive, keep, classify, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, VARLEN, LAST, SITES, PAIR, PAIR_STEP,
+            BLOCK_M, BLOCK_N, STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL, ALIGNED, RUNS,
+            SPLIT)  # fmt: skip

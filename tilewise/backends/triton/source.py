@@ -84,6 +84,12 @@ def sites_of(spec: AttentionSpec) -> tuple[Site, ...]:
     return tuple(found)
 
 
+def is_sloped(spec: AttentionSpec) -> bool:
+    """Whether the score terms do more than add to the product: d score / d s is not the number 1."""
+    slope = derivative_roots(spec)[0][1]
+    return spec.score is not None and not (slope.op == "const" and slope.value == 1)
+
+
 def print_folds(spec: AttentionSpec, slots: Slots) -> str:
     """Text of the printed functions of a spec."""
     score = ex.variable("s") if spec.score is None else spec.score
