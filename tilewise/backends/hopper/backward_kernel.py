@@ -237,17 +237,15 @@ def last_slopes(
 
 
 @gluon.jit
-def walk(
-    w: gl.constexpr, n0, count, ti, dq_ptr, room, ds_s, slots, signals, turns, scale, data, BM: gl.constexpr,
-    D: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr, HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr,
+def step(
+    w: gl.constexpr, it, n0, count, kv, dk, dv, s, dq_ptr, room, ds_s, slots, signals, turns, scale, data,
+    BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr,
     CUT: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of 64 keys over `count` tiles of rows, of which the first is number n0.
-
-    dq of a tile of rows is made when the next is folded, so that no half waits for the other."""
+    """One tile of rows: (dk, dv, S of the next). CUT: the mask or the sequence's end hides some of its pairs."""
     q_s, do_s, k_s, v_s, m_s, delta_s = room
     about_s, entry_s = slots
-    _, kv_empty, q_full, q_empty, do_full, ds_full = signals
+    _, _, q_full, q_empty, do_full, ds_full = signals
     dt: gl.constexpr = q_s.dtype
     NQ: gl.constexpr = D // 2 if BM == 64 else D
     SL: gl.constexpr = gl.NVMMADistributedLayout(
@@ -260,6 +258,77 @@ def walk(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, NQ, 16]
     )
     PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
+    at = kv * FIELDS
+    st = it % ST
+    # The compiler does not know that it never changes: else it keeps addresses in registers that it lacks.
+    here = kv + (it >> 30)
+    k = k_s.index(here).reshape([128, D])
+    kw = k.slice(w * 64, 64, 0)
+    vw = v_s.index(here * 2 + w).reshape([64, D])
+    q = q_s.index(st).reshape([BM, D])
+    do = do_s.index(st).reshape([BM, D])
+    last, ahead = it - 1, it + 1
+    mbarrier.wait(do_full.index(st), (it // ST) & 1)
+    dp = warpgroup_mma(
+        vw, do.permute((1, 0)), gl.zeros([64, BM], gl.float32, SL), use_acc=False, is_async=True)  # fmt: skip
+    entry = (it % RING) * ENTRY
+    code, h = 0, 0
+    if CUT or HAS_TERMS:
+        code = number(entry_s, entry)
+        h = number(entry_s, entry + 2)
+    m = m_s.index(st).load(SL)
+    p, slope = weights(s, m, code, h, w, about_s, at, scale, data, HAS_MASK, HAS_TERMS, CUT)
+    pa = gl.convert_layout(p.to(dt), PL)
+    delta = delta_s.index(st).load(SL)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    dv = warpgroup_mma(pa, do, dv, is_async=True)
+    ds = p * (dp - delta)
+    if HAS_TERMS:
+        ds = gl.where(p == 0, 0.0, ds * slope)
+    ds = ds.to(dt)
+    if ADD:
+        # Both halves have made dq of what lay here.
+        mbarrier.wait(q_empty.index((it + ST - 1) % ST), (last // ST) & 1, pred=it > 0)
+        ds_s.index(it & 1).slice(w * 64, 64, 0).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(it & 1), count=1)
+        mbarrier.wait(ds_full.index(ahead & 1), (last >> 1) & 1, pred=it > n0)
+        dq = warpgroup_mma(
+            slopes_of(ds_s, ahead & 1, w, BM), keys_of(k, w, BM, NQ), gl.zeros([64, NQ], gl.float32, QL),
+            use_acc=False, is_async=True)  # fmt: skip
+    dk = warpgroup_mma(gl.convert_layout(ds, PL), q, dk, is_async=True)
+    dv = warpgroup_mma_wait(2 if ADD else 1, deps=(dv,))
+    mbarrier.wait(q_full.index(ahead % ST), (ahead // ST) & 1, pred=ahead < n0 + count)
+    s = warpgroup_mma(
+        kw, q_s.index(ahead % ST).reshape([BM, D]).permute((1, 0)), gl.zeros([64, BM], gl.float32, SL),
+        use_acc=False, is_async=True)  # fmt: skip
+    if ADD:
+        dq = warpgroup_mma_wait(2, deps=(dq,))
+        if it > n0:
+            add_in_turn(dq_ptr, dq, last, w, entry_s, turns, NQ, ORDER)
+    dk, s = warpgroup_mma_wait(0, deps=(dk, s))
+    mbarrier.arrive(q_empty.index(st), count=1)
+    return dk, dv, s
+
+
+@gluon.jit
+def walk(
+    w: gl.constexpr, n0, count, ti, dq_ptr, room, ds_s, slots, signals, turns, scale, data, BM: gl.constexpr,
+    D: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr, HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr,
+    CUT: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr,
+):  # fmt: skip
+    """dk and dv of 64 keys over `count` tiles of rows, of which the first is number n0.
+
+    dq of a tile of rows is made when the next is folded, so that no half waits for the other."""
+    q_s, _, k_s, _, _, _ = room
+    about_s, _ = slots
+    _, kv_empty, q_full, _, _, _ = signals
+    SL: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
+    )
+    OL: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    )
     kv = ti % KV
     at = kv * FIELDS
     dk = gl.zeros([64, D], gl.float32, OL)
@@ -274,56 +343,18 @@ def walk(
         tma.store_wait(0)
         mbarrier.arrive(kv_empty.index((ti + KV - 1) % KV), count=1, pred=ti > 0)
     s = warpgroup_mma_wait(0, deps=(s,))
-    for it in range(n0, n0 + count):
-        st = it % ST
-        # The compiler does not know that it never changes: else it keeps addresses in registers that it lacks.
-        here = kv + (it >> 30)
-        k = k_s.index(here).reshape([128, D])
-        kw = k.slice(w * 64, 64, 0)
-        vw = v_s.index(here * 2 + w).reshape([64, D])
-        q = q_s.index(st).reshape([BM, D])
-        do = do_s.index(st).reshape([BM, D])
-        last, ahead = it - 1, it + 1
-        mbarrier.wait(do_full.index(st), (it // ST) & 1)
-        dp = warpgroup_mma(
-            vw, do.permute((1, 0)), gl.zeros([64, BM], gl.float32, SL), use_acc=False, is_async=True)  # fmt: skip
-        entry = (it % RING) * ENTRY
-        code = number(entry_s, entry)
-        h = 0
-        if HAS_MASK or HAS_TERMS:
-            h = number(entry_s, entry + 2)
-        m = m_s.index(st).load(SL)
-        p, slope = weights(s, m, code, h, w, about_s, at, scale, data, HAS_MASK, HAS_TERMS, CUT)
-        pa = gl.convert_layout(p.to(dt), PL)
-        delta = delta_s.index(st).load(SL)
-        dp = warpgroup_mma_wait(0, deps=(dp,))
-        dv = warpgroup_mma(pa, do, dv, is_async=True)
-        ds = p * (dp - delta)
-        if HAS_TERMS:
-            ds = gl.where(p == 0, 0.0, ds * slope)
-        ds = ds.to(dt)
-        if ADD:
-            # Both halves have made dq of what lay here.
-            mbarrier.wait(q_empty.index((it + ST - 1) % ST), (last // ST) & 1, pred=it > 0)
-            ds_s.index(it & 1).slice(w * 64, 64, 0).store(ds)
-            fence_async_shared()
-            mbarrier.arrive(ds_full.index(it & 1), count=1)
-            mbarrier.wait(ds_full.index(ahead & 1), (last >> 1) & 1, pred=it > n0)
-            dq = warpgroup_mma(
-                slopes_of(ds_s, ahead & 1, w, BM), keys_of(k, w, BM, NQ), gl.zeros([64, NQ], gl.float32, QL),
-                use_acc=False, is_async=True)  # fmt: skip
-        dk = warpgroup_mma(gl.convert_layout(ds, PL), q, dk, is_async=True)
-        dv = warpgroup_mma_wait(2 if ADD else 1, deps=(dv,))
-        mbarrier.wait(q_full.index(ahead % ST), (ahead // ST) & 1, pred=ahead < n0 + count)
-        s = warpgroup_mma(
-            kw, q_s.index(ahead % ST).reshape([BM, D]).permute((1, 0)), gl.zeros([64, BM], gl.float32, SL),
-            use_acc=False, is_async=True)  # fmt: skip
-        if ADD:
-            dq = warpgroup_mma_wait(2, deps=(dq,))
-            if it > n0:
-                add_in_turn(dq_ptr, dq, last, w, entry_s, turns, NQ, ORDER)
-        dk, s = warpgroup_mma_wait(0, deps=(dk, s))
-        mbarrier.arrive(q_empty.index(st), count=1)
+    split = n0
+    if CUT:
+        # Pairs may be hidden in the first row tiles only: the others are walked without a branch.
+        split = n0 + number(about_s, at + 9)
+        for it in range(n0, split):
+            dk, dv, s = step(
+                w, it, n0, count, kv, dk, dv, s, dq_ptr, room, ds_s, slots, signals, turns, scale, data, BM, D, ST,
+                HAS_MASK, HAS_TERMS, True, ADD, ORDER)  # fmt: skip
+    for it in range(split, n0 + count):
+        dk, dv, s = step(
+            w, it, n0, count, kv, dk, dv, s, dq_ptr, room, ds_s, slots, signals, turns, scale, data, BM, D, ST,
+            HAS_MASK, HAS_TERMS, False, ADD, ORDER)  # fmt: skip
     return dk, dv
 
 

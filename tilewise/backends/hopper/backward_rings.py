@@ -11,9 +11,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilewise.backends.hopper.forward_place import owner, sequence
 from tilewise.backends.hopper.names import tma_load, tma_store
 
-FIELDS = gl.constexpr(9)
+FIELDS = gl.constexpr(10)
 """Numbers that tell the others about the program's keys: row tiles to come, b, KV head, first key in the sequence, its
-keys, its first key in the tensor, positions of its first row and key, its rows."""
+keys, its first key in the tensor, positions of its first row and key, its rows, and how many of the row tiles come
+first because some of their pairs may be hidden."""
 ENTRY = gl.constexpr(3)
 """Numbers that go with each row tile: its number in its head times 4, plus 2 if PARTIAL; its number among all; its
 head."""

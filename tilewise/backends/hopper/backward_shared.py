@@ -31,13 +31,15 @@ def codes_of(chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, da
 
 
 @gluon.jit
-def next_code(u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM: gl.constexpr):
-    """The number of the first row tile after u that is not EMPTY, of which there is one."""
+def next_code(u, wanted, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM: gl.constexpr):
+    """The number of the first row tile after u that is not EMPTY, of which there is one; wanted: 2 if it is to be
+    PARTIAL, 0 if FULL, 1 if either."""
     chunk = (u + 1) // 32
     found = units * 4
     while (found == units * 4) & (chunk * 32 < units):
         codes = codes_of(chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM)
-        found = gl.min(gl.where(codes > u * 4 + 3, codes, units * 4), 0)
+        fits = (codes > u * 4 + 3) & (((codes & 2) == wanted) | (wanted == 1))
+        found = gl.min(gl.where(fits, codes, units * 4), 0)
         chunk += 1
     return same(found)
 
@@ -63,14 +65,22 @@ def produce(
     j1 = gl.minimum(j0 + BN, n_k) - 1
     n_m = gl.cdiv(n_q, BM)
     units = gl.where(j0 < n_k, n_m * group, 0)
-    count = units
+    cut = (j0 + BN > n_k).to(gl.int32) * 2
+    count, partial = units, 0
     if HAS_MASK:
         count = 0
         for chunk in range(0, gl.cdiv(units, 32)):
             codes = codes_of(chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM)
             count += gl.sum((codes >= 0).to(gl.int32), 0)
+            partial += gl.sum(((codes >= 0) & ((codes & 2) != 0)).to(gl.int32), 0)
     count = same(count)
-    about = (count, b, g, j0, n_k, key0, q_offset, k_offset, n_q)
+    # Row tiles of which nothing is hidden come last, and are walked without asking; where additions have an order, all
+    # come in theirs.
+    mixed = cut > 0
+    if ORDER and HAS_MASK:
+        mixed = cut >= 0
+    partial = same(gl.where(mixed, count, partial))
+    about = (count, b, g, j0, n_k, key0, q_offset, k_offset, n_q, partial)
     for f in gl.static_range(FIELDS):
         put(about_s, kv * FIELDS + f, about[f])
     tb = 0 if VARLEN else b
@@ -80,7 +90,6 @@ def produce(
     for part in gl.static_range(BN // 64):
         load_chunks(
             v_desc, v_s, full, tb, g, key0 + j0 + part * 64, (kv * (BN // 64) + part) * NV, NV, W)  # fmt: skip
-    cut = (j0 + BN > n_k).to(gl.int32) * 2
     # Without a mask, neighbours begin at different rows: fewer additions to one place at once.
     turn = 0
     if not (HAS_MASK or ORDER):
@@ -89,7 +98,9 @@ def produce(
     for it in range(n0, n0 + count):
         kind = cut
         if HAS_MASK:
-            code = next_code(u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM)
+            wanted = gl.where(mixed, 1, gl.where(it < n0 + partial, 2, 0))
+            u = gl.where((wanted == 0) & (it == n0 + partial), -1, u)
+            code = next_code(u, wanted, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM)
             u = code // 4
             kind = cut | (code & 2)
         else:
