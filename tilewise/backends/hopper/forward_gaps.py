@@ -1,5 +1,6 @@
 """What the Hopper forward writes where a packed call's tokens belong to no sequence, or lie past its used length: 0 to
-out, -inf to lse. All programs share the work, before their first tile, while its loads are on their way."""
+out, -inf to lse. All programs share the work, before their first tile, while its loads are on their way: each looks at
+SEARCH gaps, of which it clears its share of the tokens."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,8 +18,10 @@ def fill_gaps(out_ptr, lse_ptr, gaps, strides, size_dv, USED: gl.constexpr):
     """
     cu_ptr, used_ptr, batch, heads, total = gaps
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    for start in range(0, batch + 1, SEARCH):
-        n = start + gl.arange(0, SEARCH, layout=lanes)
+    program, programs, parts = gl.program_id(0), gl.num_programs(0), gl.cdiv(batch + 1, SEARCH)
+    for part in range(program % parts, parts, programs):
+        share = (program // parts, (programs - 1 - part) // parts + 1)
+        n = part * SEARCH + gl.arange(0, SEARCH, layout=lanes)
         inside = n <= batch
         stop = gl.load(cu_ptr + n, mask=inside & (n < batch), other=total).to(gl.int32)
         stop = gl.minimum(gl.maximum(stop, 0), total)
@@ -35,17 +38,19 @@ def fill_gaps(out_ptr, lse_ptr, gaps, strides, size_dv, USED: gl.constexpr):
         at = gl.max(gl.where(missing > 0, n, -1), 0)
         while at >= 0:
             first = gl.max(gl.where(n == at, begin, 0), 0)
-            clear(out_ptr, lse_ptr, first, gl.max(gl.where(n == at, stop, 0), 0), heads, strides, size_dv)
+            last = gl.max(gl.where(n == at, stop, 0), 0)
+            clear(out_ptr, lse_ptr, first, last, share, heads, strides, size_dv)
             at = gl.max(gl.where((missing > 0) & (n < at), n, -1), 0)
 
 
 @gluon.jit
-def clear(out_ptr, lse_ptr, first, stop, heads, strides, size_dv):
-    """0 and -inf for this program's share of the tokens of a gap."""
+def clear(out_ptr, lse_ptr, first, stop, share, heads, strides, size_dv):
+    """0 and -inf for a share of the tokens first .. stop - 1: (which, of how many)."""
     tile: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     o_n, o_h, l_h = strides
     d = gl.arange(0, 128, layout=gl.SliceLayout(0, tile))[None, :]
-    for begin in range(first + gl.program_id(0) * TOKENS, stop, gl.num_programs(0) * TOKENS):
+    which, many = share
+    for begin in range(first + which * TOKENS, stop, many * TOKENS):
         token = begin + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, tile))
         alive = token < stop
         for h in range(heads):
