@@ -135,6 +135,7 @@ def launch(
     field = "keys" if kernel == "triton.keys" else "rows"
     tiles, registers = choice
     call.tiles = base._replace(**{field: tiles}, swizzle=swizzle or base.swizzle, registers=registers)
+    call.tile_runs = None  # of other tiles
     return lambda: call.key_gradients(()) if field == "keys" else call.row_gradients((), -1, None)
 
 

@@ -194,7 +194,7 @@ def test_kernels_compile(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     slots = describe(problem.spec, inputs.leaves)
     saved = (torch.zeros_like(q), torch.zeros(1, 2, 256))
     launch_backward.backward(problem, inputs, saved, (q, None), Needs(leaves=(True,)), slots)
-    assert len(made) == 5
+    assert len(made) == (6 if arch >= 90 else 5)  # what loads ahead knows beforehand where its tiles are
     for kernel in made:
         assert "cubin" in kernel.asm and kernel.metadata.shared <= shared
 
