@@ -195,13 +195,3 @@ def narrow(tiles: BackwardTiles) -> BackwardTiles:
         keys=keys._replace(block_n=min(keys.block_n, UNPIPELINED), stages=1),
         rows=rows._replace(block_m=min(rows.block_m, UNPIPELINED), stages=1),
     )
-
-
-def workspace_bytes(problem: Problem) -> int:
-    """Memory of a backward pass beside its results: m, low and delta of every row, and a mark for each head.
-
-    What leaves need comes on top: a float32 copy of a leaf's gradient, and a number per head and row or column.
-    """
-    s = problem.shape
-    batch = 1 if problem.options.layout == "varlen" else s.batch
-    return 4 * (3 * batch * s.num_heads_q * s.seqlen_q + s.batch * s.num_heads_q + 1)
