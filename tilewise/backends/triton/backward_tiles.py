@@ -195,3 +195,24 @@ def narrow(tiles: BackwardTiles) -> BackwardTiles:
         keys=keys._replace(block_n=min(keys.block_n, UNPIPELINED), stages=1),
         rows=rows._replace(block_m=min(rows.block_m, UNPIPELINED), stages=1),
     )
+
+
+MOST_ROWS = 128
+"""Of a tile of the key kernel; where it loads ahead, each head's statistics fill as many."""
+
+
+def workspace_bytes(problem: Problem) -> int:
+    """Memory of a backward pass beside its results, at most: four numbers of every row, a mark for each head, and where
+    the tiles that a mask leaves visible begin and end (32 bytes for each tile of 32 rows or keys).
+
+    What leaves need comes on top: a float32 copy of a leaf's gradient, and a number per head and row or column.
+    """
+    s = problem.shape
+    batch = 1 if problem.options.layout == "varlen" else s.batch
+    rows = -(-s.seqlen_q // MOST_ROWS) * MOST_ROWS
+    found = 4 * (4 * batch * s.num_heads_q * rows + s.batch * s.num_heads_q + 1)
+    keep = problem.spec.keep
+    if keep is not None:
+        apart = s.num_heads_q if ex.variables(keep) & {"h", "g"} else 1
+        found += (s.seqlen_q + s.seqlen_k + 64 * (s.batch + 1)) * batch * apart
+    return found

@@ -11,7 +11,7 @@ import torch
 from tilewise.backends.protocol import Gradients, Needs
 from tilewise.backends.triton.backward_entries import KEYS, PREPARE, ROWS, site_entry
 from tilewise.backends.triton.backward_layout import key_descriptors, layout_of, pair_strides, row_descriptors
-from tilewise.backends.triton.backward_tiles import BackwardTiles, choose_backward, narrow
+from tilewise.backends.triton.backward_tiles import MOST_ROWS, BackwardTiles, choose_backward, narrow
 from tilewise.backends.triton.compile import Build, types_of
 from tilewise.backends.triton.launch import (
     Wanted,
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 TMA_WORK = 2.0e10
 """Operations from which descriptors are worth their host time; the forward's number."""
-MOST_ROWS = 128
-"""Of a tile of the key kernel; where it loads ahead, each head's statistics fill as many."""
 FEWEST_AHEAD = 32
 """Rows of a tile that comes by a descriptor, at least: 16 fault in Triton 3.6 (measured on an H200)."""
 SLOPES = -1
