@@ -95,7 +95,7 @@ def main() -> None:
     for section in options.sections:
         for cell in _cells()[section]:
             wanted = any(word in cell.name for word in options.cells.split(","))
-            if not wanted or time.perf_counter() > end:
+            if not wanted or cell.name in rates or time.perf_counter() > end:
                 continue
             names = options.contenders.split(",")
             line = measure(cell, "forward", names, options.patience, options.rounds)

@@ -107,12 +107,15 @@ def _problem(n: int, d: int, mask=None, scores=(), needs_grad: bool = False, bat
 
 def test_auto_brings_here_what_was_measured():
     slopes, ids = tw.alibi_slopes(16), torch.zeros(4, 4096, dtype=torch.int32)
+    packed = replace(_problem(16384, 128, tw.causal(), batch=17), options=Options(layout="varlen"))
     taken = (
         _problem(4096, 128),
         _problem(1024, 64, tw.causal(), batch=16),
         _problem(4096, 256, tw.causal() & tw.window(1000, 0), needs_grad=True),
         _problem(4096, 128, tw.causal(), tw.alibi(slopes)),
         replace(_problem(4096, 128, tw.causal(), needs_grad=True), dtype=torch.float16),
+        _problem(4096, 128, tw.window(100, None)),
+        packed,
     )
     left = {
         "rows of a sequence": _problem(512, 128, batch=64),
@@ -120,7 +123,8 @@ def test_auto_brings_here_what_was_measured():
         "head dimensions": _problem(8192, 32),
         "for each pair or column": _problem(4096, 128, tw.causal() & tw.document(ids)),
         "gradients": _problem(4096, 128, tw.causal(), tw.alibi(slopes), needs_grad=True),
-        "upper bound": _problem(4096, 128, tw.window(100, None)),
+        "at least 768": replace(packed, shape=packed.shape._replace(batch=64)),
+        "packed": replace(packed, needs_grad=True),
     }
     for problem in taken:
         assert reasons_for_auto(problem) == []
