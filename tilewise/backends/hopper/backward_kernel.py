@@ -35,14 +35,17 @@ from tilewise.backends.hopper.backward_rings import (
     FIELDS,
     RING,
     add_fragments,
-    line_sums,
+    add_over,
     note,
     number,
     number_here,
+    part_sums,
     pass_turn,
-    store_chunks,
+    product_over,
+    store_parts,
     tiles_of,
     turn_at,
+    wait_for,
 )  # fmt: skip
 from tilewise.backends.hopper.backward_shared import keys_before, produce, weights
 from tilewise.backends.hopper.rings import barriers, put, slots_of
@@ -132,12 +135,13 @@ def keeper(turns_ptr, slots, signals, turns, data, BM: gl.constexpr, KV: gl.cons
 
 
 @gluon.jit
-def add_in_turn(dq_ptr, dq, n, w: gl.constexpr, entry_s, turns, NQ: gl.constexpr, ORDER: gl.constexpr):
-    """Add half of dq of row tile number n to memory."""
+def add_in_turn(dq_ptr, dq, n, w: gl.constexpr, entry_s, turns, NQ: gl.constexpr, WQ: gl.constexpr,
+                ORDER: gl.constexpr):  # fmt: skip
+    """Add half of dq of row tile number n to memory: WQ of the NQ columns that there is room for."""
     tile = number(entry_s, (n % RING) * ENTRY + 1)
     if ORDER:
         mbarrier.wait(turns[0], n & 1)
-    add_fragments(dq_ptr + (tile.to(gl.int64) * 2 + w) * (64 * NQ), dq, NQ // 2)
+    add_fragments(dq_ptr + (tile.to(gl.int64) * 2 + w) * (64 * NQ), dq, WQ // 2)
     if ORDER:
         mbarrier.arrive(turns[1], count=1)
 
@@ -145,19 +149,18 @@ def add_in_turn(dq_ptr, dq, n, w: gl.constexpr, entry_s, turns, NQ: gl.constexpr
 @gluon.jit
 def half(
     w: gl.constexpr, dk_out, dv_out, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data,
-    BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr, HAS_MASK: gl.constexpr,
-    HAS_TERMS: gl.constexpr, VARLEN: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr,
+    BM: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr,
+    HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr, VARLEN: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 of 128 keys, and half of the columns of dq."""
     _, _, k_s, v_s, _, _ = room
     about_s, _ = slots
     kv_full, kv_empty, _, _, _, ds_full = signals
+    D1: gl.constexpr = 64 if D2 > 0 else D
     NQ: gl.constexpr = D // 2 if BM == 64 else D
-    OL: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
+    WQ: gl.constexpr = D2 if (w == 1) & (D2 > 0) else NQ
     QL: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, NQ, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WQ, 16]
     )
     batch, heads, group, _, _, _, _, _ = sizes
     n, ti = 0, 0
@@ -167,7 +170,7 @@ def half(
         kv = ti % KV
         at = kv * FIELDS
         dk, dv = walk(
-            w, n, count, ti, dq_ptr, room, ds_s, slots, signals, turns, scale, data, BM, D, ST, KV, HAS_MASK,
+            w, n, count, ti, dq_ptr, room, ds_s, slots, signals, turns, scale, data, BM, D, D2, ST, KV, HAS_MASK,
             HAS_TERMS, HAS_MASK or HAS_TERMS or VARLEN, ADD, ORDER)  # fmt: skip
         n += count
         b, g, j0 = number(about_s, at + 1), number(about_s, at + 2), number(about_s, at + 3)
@@ -177,18 +180,18 @@ def half(
         stage = kv * 2 + w
         if ADD:
             if count > 0:
-                dq = last_slopes(w, n, kv, k_s, ds_s, ds_full, BM, D, NQ, QL)
+                dq = last_slopes(w, n, kv, k_s, ds_s, ds_full, BM, D, NQ, WQ, QL)
                 # dv leaves meanwhile.
-                store_chunks(dv_out, (dv,), 1.0, v_s, stage, tb, g, row, left, 1, D, OL, VARLEN)
+                store_parts(dv_out, dv, 1.0, v_s, stage, tb, g, row, left, D1, D2, VARLEN)
                 dq = warpgroup_mma_wait(0, deps=(dq,))
-                add_in_turn(dq_ptr, dq, n - 1, w, slots[1], turns, NQ, ORDER)
+                add_in_turn(dq_ptr, dq, n - 1, w, slots[1], turns, NQ, WQ, ORDER)
             else:
-                store_chunks(dv_out, (dv,), 1.0, v_s, stage, tb, g, row, left, 1, D, OL, VARLEN)
+                store_parts(dv_out, dv, 1.0, v_s, stage, tb, g, row, left, D1, D2, VARLEN)
         else:
-            store_chunks(dv_out, (dv,), 1.0, v_s, stage, tb, g, row, left, 1, D, OL, VARLEN)
-        note(marks_ptr, line_sums((dk,), 1) + line_sums((dv,), 1), b, g * group, group, heads, batch)
+            store_parts(dv_out, dv, 1.0, v_s, stage, tb, g, row, left, D1, D2, VARLEN)
+        note(marks_ptr, part_sums(dk, D2) + part_sums(dv, D2), b, g * group, group, heads, batch)
         tma.store_wait(0)
-        store_chunks(dk_out, (dk,), scale, v_s, stage, tb, g, row, left, 1, D, OL, VARLEN)
+        store_parts(dk_out, dk, scale, v_s, stage, tb, g, row, left, D1, D2, VARLEN)
         if KV == 1:
             tma.store_wait(0)
             mbarrier.arrive(kv_empty.index(0), count=1)
@@ -208,10 +211,10 @@ def slopes_of(ds_s, slot, w: gl.constexpr, BM: gl.constexpr):
 
 
 @gluon.jit
-def keys_of(k, w: gl.constexpr, BM: gl.constexpr, NQ: gl.constexpr):
-    """Of the keys, what goes with it: half of the columns, or all."""
+def keys_of(k, w: gl.constexpr, BM: gl.constexpr, NQ: gl.constexpr, WQ: gl.constexpr):
+    """Of the keys, what goes with it: half of the columns (of the second half WQ), or all."""
     if BM == 64:
-        k = k.slice(w * NQ, NQ, 1)
+        k = k.slice(w * NQ, WQ, 1)
     return k
 
 
@@ -226,38 +229,45 @@ def last_slopes(
     BM: gl.constexpr,
     D: gl.constexpr,
     NQ: gl.constexpr,
+    WQ: gl.constexpr,
     QL: gl.constexpr,
 ):
     """Issue dq of the last tile of rows, number n - 1."""
     last = n - 1
     mbarrier.wait(ds_full.index(last & 1), (last >> 1) & 1)
     return warpgroup_mma(
-        slopes_of(ds_s, last & 1, w, BM), keys_of(k_s.index(kv).reshape([128, D]), w, BM, NQ),
-        gl.zeros([64, NQ], gl.float32, QL), use_acc=False, is_async=True)  # fmt: skip
+        slopes_of(ds_s, last & 1, w, BM), keys_of(k_s.index(kv).reshape([128, D]), w, BM, NQ, WQ),
+        gl.zeros([64, WQ], gl.float32, QL), use_acc=False, is_async=True)  # fmt: skip
 
 
 @gluon.jit
 def step(
     w: gl.constexpr, it, n0, count, kv, dk, dv, s, dq_ptr, room, ds_s, slots, signals, turns, scale, data,
-    BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr,
-    CUT: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr,
+    BM: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, ST: gl.constexpr, HAS_MASK: gl.constexpr,
+    HAS_TERMS: gl.constexpr, CUT: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """One tile of rows: (dk, dv, S of the next). CUT: the mask or the sequence's end hides some of its pairs."""
     q_s, do_s, k_s, v_s, m_s, delta_s = room
     about_s, entry_s = slots
     _, _, q_full, q_empty, do_full, ds_full = signals
     dt: gl.constexpr = q_s.dtype
+    D1: gl.constexpr = 64 if D2 > 0 else D
     NQ: gl.constexpr = D // 2 if BM == 64 else D
+    WQ: gl.constexpr = D2 if (w == 1) & (D2 > 0) else NQ
+    # Products of an accumulator's parts are on their way one by one.
+    LATER: gl.constexpr = 2 if D2 > 0 else 1
     SL: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
     )
-    OL: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    L1: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D1, 16]
+    )
+    L2: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D2 if D2 > 0 else D1, 16]
     )
     QL: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, NQ, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WQ, 16]
     )
-    PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
     at = kv * FIELDS
     st = it % ST
     # The compiler does not know that it never changes: else it keeps addresses in registers that it lacks.
@@ -269,8 +279,7 @@ def step(
     do = do_s.index(st).reshape([BM, D])
     last, ahead = it - 1, it + 1
     mbarrier.wait(do_full.index(st), (it // ST) & 1)
-    dp = warpgroup_mma(
-        vw, do.permute((1, 0)), gl.zeros([64, BM], gl.float32, SL), use_acc=False, is_async=True)  # fmt: skip
+    dp = product_over(vw, do, gl.zeros([64, BM], gl.float32, SL), D1, D2)
     entry = (it % RING) * ENTRY
     code, h = 0, 0
     if CUT or HAS_TERMS:
@@ -278,10 +287,10 @@ def step(
         h = number(entry_s, entry + 2)
     m = m_s.index(st).load(SL)
     p, slope = weights(s, m, code, h, w, about_s, at, scale, data, HAS_MASK, HAS_TERMS, CUT)
-    pa = gl.convert_layout(p.to(dt), PL)
+    pa = gl.convert_layout(p.to(dt), gl.DotOperandLayout(0, L1, 2))
     delta = delta_s.index(st).load(SL)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    dv = warpgroup_mma(pa, do, dv, is_async=True)
+    dv = add_over(dv, pa, do, L1, L2, D1, D2)
     ds = p * (dp - delta)
     if HAS_TERMS:
         ds = gl.where(p == 0, 0.0, ds * slope)
@@ -294,19 +303,22 @@ def step(
         mbarrier.arrive(ds_full.index(it & 1), count=1)
         mbarrier.wait(ds_full.index(ahead & 1), (last >> 1) & 1, pred=it > n0)
         dq = warpgroup_mma(
-            slopes_of(ds_s, ahead & 1, w, BM), keys_of(k, w, BM, NQ), gl.zeros([64, NQ], gl.float32, QL),
+            slopes_of(ds_s, ahead & 1, w, BM), keys_of(k, w, BM, NQ, WQ), gl.zeros([64, WQ], gl.float32, QL),
             use_acc=False, is_async=True)  # fmt: skip
-    dk = warpgroup_mma(gl.convert_layout(ds, PL), q, dk, is_async=True)
-    dv = warpgroup_mma_wait(2 if ADD else 1, deps=(dv,))
+    dk = add_over(dk, ds, q, L1, L2, D1, D2)
+    dv = wait_for(dv, LATER + 1 if ADD else LATER, D2)
     mbarrier.wait(q_full.index(ahead % ST), (ahead // ST) & 1, pred=ahead < n0 + count)
-    s = warpgroup_mma(
-        kw, q_s.index(ahead % ST).reshape([BM, D]).permute((1, 0)), gl.zeros([64, BM], gl.float32, SL),
-        use_acc=False, is_async=True)  # fmt: skip
+    s = product_over(kw, q_s.index(ahead % ST).reshape([BM, D]), gl.zeros([64, BM], gl.float32, SL), D1, D2)
     if ADD:
-        dq = warpgroup_mma_wait(2, deps=(dq,))
+        dq = warpgroup_mma_wait(2 * LATER, deps=(dq,))
         if it > n0:
-            add_in_turn(dq_ptr, dq, last, w, entry_s, turns, NQ, ORDER)
-    dk, s = warpgroup_mma_wait(0, deps=(dk, s))
+            add_in_turn(dq_ptr, dq, last, w, entry_s, turns, NQ, WQ, ORDER)
+    if D2 == 0:
+        first, s = warpgroup_mma_wait(0, deps=(dk[0], s))
+        dk = (first,)
+    else:
+        first, second, s = warpgroup_mma_wait(0, deps=(dk[0], dk[1], s))
+        dk = (first, second)
     mbarrier.arrive(q_empty.index(st), count=1)
     return dk, dv, s
 
@@ -314,8 +326,8 @@ def step(
 @gluon.jit
 def walk(
     w: gl.constexpr, n0, count, ti, dq_ptr, room, ds_s, slots, signals, turns, scale, data, BM: gl.constexpr,
-    D: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr, HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr,
-    CUT: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr,
+    D: gl.constexpr, D2: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr, HAS_MASK: gl.constexpr,
+    HAS_TERMS: gl.constexpr, CUT: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys over `count` tiles of rows, of which the first is number n0.
 
@@ -323,21 +335,26 @@ def walk(
     q_s, _, k_s, _, _, _ = room
     about_s, _ = slots
     _, kv_empty, q_full, _, _, _ = signals
+    D1: gl.constexpr = 64 if D2 > 0 else D
     SL: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
     )
-    OL: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    L1: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D1, 16]
+    )
+    L2: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D2 if D2 > 0 else D1, 16]
     )
     kv = ti % KV
     at = kv * FIELDS
-    dk = gl.zeros([64, D], gl.float32, OL)
-    dv = gl.zeros([64, D], gl.float32, OL)
+    dk = (gl.zeros([64, D1], gl.float32, L1),)
+    dv = (gl.zeros([64, D1], gl.float32, L1),)
+    if D2 > 0:
+        dk = dk + (gl.zeros([64, D2], gl.float32, L2),)
+        dv = dv + (gl.zeros([64, D2], gl.float32, L2),)
     kw = k_s.index(kv).reshape([128, D]).slice(w * 64, 64, 0)
     mbarrier.wait(q_full.index(n0 % ST), (n0 // ST) & 1, pred=count > 0)
-    s = warpgroup_mma(
-        kw, q_s.index(n0 % ST).reshape([BM, D]).permute((1, 0)), gl.zeros([64, BM], gl.float32, SL), use_acc=False,
-        is_async=True)  # fmt: skip
+    s = product_over(kw, q_s.index(n0 % ST).reshape([BM, D]), gl.zeros([64, BM], gl.float32, SL), D1, D2)
     if KV > 1:
         # Gradients of the keys before these have left by now.
         tma.store_wait(0)
@@ -349,12 +366,12 @@ def walk(
         split = n0 + number(about_s, at + 9)
         for it in range(n0, split):
             dk, dv, s = step(
-                w, it, n0, count, kv, dk, dv, s, dq_ptr, room, ds_s, slots, signals, turns, scale, data, BM, D, ST,
-                HAS_MASK, HAS_TERMS, True, ADD, ORDER)  # fmt: skip
+                w, it, n0, count, kv, dk, dv, s, dq_ptr, room, ds_s, slots, signals, turns, scale, data, BM, D, D2,
+                ST, HAS_MASK, HAS_TERMS, True, ADD, ORDER)  # fmt: skip
     for it in range(split, n0 + count):
         dk, dv, s = step(
-            w, it, n0, count, kv, dk, dv, s, dq_ptr, room, ds_s, slots, signals, turns, scale, data, BM, D, ST,
-            HAS_MASK, HAS_TERMS, False, ADD, ORDER)  # fmt: skip
+            w, it, n0, count, kv, dk, dv, s, dq_ptr, room, ds_s, slots, signals, turns, scale, data, BM, D, D2,
+            ST, HAS_MASK, HAS_TERMS, False, ADD, ORDER)  # fmt: skip
     return dk, dv
 
 
@@ -364,13 +381,14 @@ def halves_program(
     counter_ptr, turns_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, dk_b, dk_h, dk_n,
     dv_b, dv_h, dv_n, batch, heads, group, seqlen_q, seqlen_k, row_tiles, key_tiles, swizzle, q_offset, k_offset,
     size_d, size_dv, scale, data, HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr, BM: gl.constexpr, D: gl.constexpr,
-    ST: gl.constexpr, KV: gl.constexpr, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET:
-    gl.constexpr, K_OFFSET: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr, WORKER: gl.constexpr, LOADER:
-    gl.constexpr,
+    D2: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr, VARLEN: gl.constexpr, USED_Q: gl.constexpr,
+    USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr,
+    WORKER: gl.constexpr, LOADER: gl.constexpr,
 ):  # fmt: skip
-    """Two halves of 128 keys, and the producer. BM: rows of a tile. KV: tiles of keys in shared memory. WORKER, LOADER:
-    registers of a thread of each. ORDER: additions to dq in a fixed order; turns_ptr: whose turn it is, a number below
-    which all tiles of keys have added to a row tile."""
+    """Two halves of 128 keys, and the producer. BM: rows of a tile. D2: 0, or of 64 + D2 columns those after the
+    first 64. KV: tiles of keys in shared memory. WORKER, LOADER: registers of a thread of each. ORDER: additions to
+    dq in a fixed order; turns_ptr: whose turn it is, a number below which all tiles of keys have added to a row
+    tile."""
     dt: gl.constexpr = q_desc.dtype
     q_s = gl.allocate_shared_memory(dt, [ST, 1, 1, BM, D], q_desc.layout)
     do_s = gl.allocate_shared_memory(dt, [ST, 1, 1, BM, D], do_desc.layout)
@@ -397,11 +415,11 @@ def halves_program(
     if ORDER:
         gl.warp_specialize([
             (half, (
-                0, dk_out, dv_out, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data, BM, D, ST,
-                KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER)),
+                0, dk_out, dv_out, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data, BM, D, D2,
+                ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER)),
             (half, (
-                1, dk_out, dv_out, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data, BM, D, ST,
-                KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER)),
+                1, dk_out, dv_out, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data, BM, D, D2,
+                ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER)),
             (halves_producer, (
                 counter_ptr, descs, room, slots, loads, kv_empty, sizes, tables, offsets, data, BM, D, ST, KV, HAS_MASK,
                 VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, ORDER)),
@@ -410,11 +428,11 @@ def halves_program(
     else:
         gl.warp_specialize([
             (half, (
-                0, dk_out, dv_out, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data, BM, D, ST,
-                KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER)),
+                0, dk_out, dv_out, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data, BM, D, D2,
+                ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER)),
             (half, (
-                1, dk_out, dv_out, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data, BM, D, ST,
-                KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER)),
+                1, dk_out, dv_out, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data, BM, D, D2,
+                ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER)),
             (halves_producer, (
                 counter_ptr, descs, room, slots, loads, kv_empty, sizes, tables, offsets, data, BM, D, ST, KV, HAS_MASK,
                 VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, ORDER)),

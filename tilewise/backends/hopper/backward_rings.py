@@ -6,7 +6,11 @@ multiple of W. Sums of a tile are a tuple of accumulators, one a chunk.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)  # fmt: skip
 
 from tilewise.backends.hopper.forward_place import owner, sequence
 from tilewise.backends.hopper.names import tma_load, tma_store
@@ -134,6 +138,38 @@ def add_products(sums, a, b_s, b, N: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
+def product_over(a, b, zeros, D1: gl.constexpr, D2: gl.constexpr):
+    """Issue A B^T over the first D1 + D2 columns."""
+    if D2 == 0:
+        return warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    else:
+        s = warpgroup_mma(
+            a.slice(0, D1, 1), b.slice(0, D1, 1).permute((1, 0)), zeros, use_acc=False, is_async=True)  # fmt: skip
+        return warpgroup_mma(a.slice(D1, D2, 1), b.slice(D1, D2, 1).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def add_over(sums, a, b, L1: gl.constexpr, L2: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr):
+    """Issue sums += A B for the first D1 + D2 columns of B."""
+    left = gl.convert_layout(a, gl.DotOperandLayout(0, L1, 2))
+    if D2 == 0:
+        return (warpgroup_mma(left, b, sums[0], is_async=True),)
+    else:
+        first = warpgroup_mma(left, b.slice(0, D1, 1), sums[0], is_async=True)
+        left = gl.convert_layout(a, gl.DotOperandLayout(0, L2, 2))
+        return (first, warpgroup_mma(left, b.slice(D1, D2, 1), sums[1], is_async=True))
+
+
+@gluon.jit
+def wait_for(sums, N: gl.constexpr, D2: gl.constexpr):
+    """Wait until at most N products later than these are on their way."""
+    if D2 == 0:
+        return (warpgroup_mma_wait(N, deps=sums),)
+    else:
+        return warpgroup_mma_wait(N, deps=sums)
+
+
+@gluon.jit
 def line_sums(sums, N: gl.constexpr):
     """The sum of each row over the chunks: not finite where an element is not."""
     total = gl.sum(sums[0], 1)
@@ -188,6 +224,54 @@ def store_chunks(out, sums, factor, stage, first, b, h, row, rows_left, N: gl.co
             store_rows(out, sums, factor, b, h, row, rows_left, N, W, LAYOUT)
     else:
         store_tiles(out[0], sums, factor, stage, first, b, h, row, N, W)
+
+
+@gluon.jit
+def part_sums(sums, D2: gl.constexpr):
+    """The sum of each row over the parts: not finite where an element is not."""
+    total = gl.sum(sums[0], 1)
+    if D2 > 0:
+        total += gl.convert_layout(gl.sum(sums[1], 1), total.type.layout)
+    return total
+
+
+@gluon.jit
+def store_parts(out, sums, factor, stage, first, b, h, row, rows_left, D1: gl.constexpr, D2: gl.constexpr,
+                CUT: gl.constexpr):  # fmt: skip
+    """64 rows of a tile in one or two parts to memory, as `store_chunks`."""
+    if CUT:
+        if rows_left >= 64:
+            store_whole(out, sums, factor, stage, first, b, h, row, D1, D2)
+        else:
+            store_part(out, sums[0], factor, b, h, row, rows_left, 0)
+            if D2 > 0:
+                store_part(out, sums[1], factor, b, h, row, rows_left, D1)
+    else:
+        store_whole(out, sums, factor, stage, first, b, h, row, D1, D2)
+
+
+@gluon.jit
+def store_whole(out, sums, factor, stage, first, b, h, row, D1: gl.constexpr, D2: gl.constexpr):
+    """64 rows of a tile in one or two parts by the copy engine."""
+    tile = stage.index(first).reshape([64, stage.shape[-1]])
+    if D2 == 0:
+        tile.store((sums[0] * factor).to(stage.dtype))
+    else:
+        tile.slice(0, D1, 1).store((sums[0] * factor).to(stage.dtype))
+        tile.slice(D1, D2, 1).store((sums[1] * factor).to(stage.dtype))
+    fence_async_shared()
+    tma_store(out[0], [b, h, row, 0], stage.index(first))
+
+
+@gluon.jit
+def store_part(out, x, factor, b, h, row, rows_left, BEGIN: gl.constexpr):
+    """The first rows of a part to memory, row by row."""
+    _, ptr, s_b, s_h, s_n, size = out
+    n = gl.arange(0, 64, layout=gl.SliceLayout(1, x.type.layout))
+    d = BEGIN + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
+    places = ptr + b * s_b + h * s_h + (row + n).to(gl.int64) * s_n
+    inside = (n < rows_left)[:, None] & (d < size)[None, :]
+    gl.store(places[:, None] + d[None, :], (x * factor).to(ptr.dtype.element_ty), mask=inside)
 
 
 @gluon.constexpr_function

@@ -45,6 +45,18 @@ def next_code(u, wanted, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, 
 
 
 @gluon.jit
+def code_before(u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM: gl.constexpr):
+    """The number of the last row tile before u that is not EMPTY, of which there is one."""
+    chunk = (u - 1) // 32
+    found = -1
+    while (found < 0) & (chunk >= 0):
+        codes = codes_of(chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM)
+        found = gl.max(gl.where(codes < u * 4, codes, -1), 0)
+        chunk -= 1
+    return same(found)
+
+
+@gluon.jit
 def produce(
     t, n0, kv, descs, room, slots, signals, sizes, tables, offsets, data, BM: gl.constexpr, BN: gl.constexpr,
     NC: gl.constexpr, NV: gl.constexpr, W: gl.constexpr, ST: gl.constexpr, HAS_MASK: gl.constexpr, VARLEN: gl.constexpr,
@@ -94,15 +106,24 @@ def produce(
     turn = 0
     if not (HAS_MASK or ORDER):
         turn = (n * (BN // BM)) % gl.maximum(n_m, 1)
+    # Where additions have an order the last rows come first: under a causal mask all tiles of keys see those, and one
+    # begins as soon as the one before it has passed a tile of rows.
     u = -1
+    if ORDER:
+        u = units
     for it in range(n0, n0 + count):
         kind = cut
         if HAS_MASK:
-            wanted = gl.where(mixed, 1, gl.where(it < n0 + partial, 2, 0))
-            u = gl.where((wanted == 0) & (it == n0 + partial), -1, u)
-            code = next_code(u, wanted, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM)
+            if ORDER:
+                code = code_before(u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM)
+            else:
+                wanted = gl.where(mixed, 1, gl.where(it < n0 + partial, 2, 0))
+                u = gl.where((wanted == 0) & (it == n0 + partial), -1, u)
+                code = next_code(u, wanted, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM)
             u = code // 4
             kind = cut | (code & 2)
+        elif ORDER:
+            u -= 1
         else:
             u += 1
         member = u // n_m

@@ -14,15 +14,11 @@ WIDEST_HALVES = 128
 LONG = 4096
 """Rows from which a third tile of rows in shared memory is worth more than a second tile of keys; masks hide half."""
 
-ABREAST, ABREAST_MASKED = 4, 32
-"""KV heads whose tiles run abreast where additions to dq have an order: the more, the fewer tiles of one head wait for
-each other, but the more there is to hold in the second-level cache."""
-
-
 class BackwardPlan(NamedTuple):
     """d, dv: head dimensions of the kernels, filled up with zeros. width: columns of a chunk where tiles are cut.
     swizzle: KV heads whose tiles run abreast. adds: dq is added up in memory, else it has a kernel of its own; ordered:
-    in a fixed order. rows: of a tile. stages, keys: tiles of rows and of keys in shared memory."""
+    in a fixed order. rows: of a tile. stages, keys: tiles of rows and of keys in shared memory. second: 0, or of 64 +
+    `second` columns that products are made of, those after the first 64."""
 
     d: int
     dv: int
@@ -33,6 +29,7 @@ class BackwardPlan(NamedTuple):
     rows: int
     stages: int
     keys: int
+    second: int
 
     @property
     def narrow(self) -> bool:
@@ -48,6 +45,7 @@ class BackwardPlan(NamedTuple):
         if self.narrow:
             return {
                 "ST": self.stages, "KV": self.keys, "WORKER": 240, "LOADER": 24, "BM": self.rows, "D": self.d,
+                "D2": self.second,
             }  # fmt: skip
         return {
             "ST": self.stages, "WORKER": 240, "LOADER": 24, "NC": self.d // self.width, "NV": self.dv // self.width,
@@ -60,6 +58,15 @@ class BackwardPlan(NamedTuple):
             "NC": self.d // self.width, "NV": self.dv // self.width, "W": self.width, "KST": 2,
             "VST": 2 if self.d <= 192 else 1, "WORKER": 240, "LOADER": 24,
         }  # fmt: skip
+
+
+def abreast(steps: int, masked: bool) -> int:
+    """KV heads whose tiles run abreast where additions to dq have an order: the more, the fewer tiles of one head wait
+    for each other, which is felt where walks of `steps` row tiles are short; but the more there is to hold in the
+    second-level cache."""
+    if not masked:
+        return 4 if steps > 16 else 16
+    return 16 if steps > 32 else 32 if steps > 8 else 64
 
 
 @functools.lru_cache(maxsize=4096)
@@ -78,8 +85,11 @@ def plan_backward(problem: Problem) -> BackwardPlan:
     walk = s.seqlen_q // (s.batch if o.layout == "varlen" else 1)
     long = d == dv == 128 and walk >= (LONG if spec.keep is None else 2 * LONG)
     stages, keys = (3, 1) if long else (2, 2)
-    swizzle = (ABREAST if ordered else 1) if spec.keep is None else (ABREAST_MASKED if ordered else 16)
-    return BackwardPlan(d, dv, 64, swizzle, narrow, ordered, rows, stages, keys)
+    swizzle = 1 if spec.keep is None else 16
+    if ordered:
+        swizzle = abreast(-(-walk // rows), spec.keep is not None)
+    second = 32 if 64 < max(s.head_dim, s.head_dim_v) <= 96 else 0
+    return BackwardPlan(d, dv, 64, swizzle, narrow, ordered, rows, stages, keys, second)
 
 
 def describe_backward(problem: Problem) -> str:

@@ -58,7 +58,7 @@ _NUMBERS = (
 HALVES = Entry(
     "halves", "tilewise.backends.hopper.backward_kernel", "halves_program",
     (*_TENSORS, "dq_ptr", "marks_ptr", "counter_ptr", "turns_ptr", *_NUMBERS), (),
-    ("HAS_MASK", "HAS_TERMS", "BM", "D", "ST", "KV", *_FLAGS, "ADD", "ORDER", "WORKER", "LOADER"),
+    ("HAS_MASK", "HAS_TERMS", "BM", "D", "D2", "ST", "KV", *_FLAGS, "ADD", "ORDER", "WORKER", "LOADER"),
 )  # fmt: skip
 ROLES = Entry(
     "roles", "tilewise.backends.hopper.backward_roles", "roles_program", (*_TENSORS, "marks_ptr", *_NUMBERS), (),
