@@ -30,8 +30,30 @@ from tilewise.backends.hopper.forward_finish import (
 from tilewise.backends.hopper.forward_gaps import fill_gaps
 from tilewise.backends.hopper.forward_place import BLOCKS, RECORD, lines_of, looked_at, offset_of, place
 from tilewise.backends.hopper.forward_shared import LINES, fold, next_code, parts_of, seen_blocks
-from tilewise.backends.hopper.forward_state import add_values, raise_top, scores_of, settle, top_of, weigh
-from tilewise.backends.hopper.rings import barriers, get, load_tile, put, put_wide, rescale, slots_of
+from tilewise.backends.hopper.forward_state import (
+    add_values,
+    grow,
+    held_rows,
+    raise_top,
+    scores_of,
+    settle,
+    settle_all,
+    sums_of,
+    top_of,
+    weigh,
+    whole_sums,
+)
+from tilewise.backends.hopper.rings import (
+    barriers,
+    get,
+    here,
+    load_tile,
+    put,
+    put_wide,
+    release,
+    rescale,
+    slots_of,
+)
 
 FIELDS = gl.constexpr(9)
 """Numbers that tell the consumers about a tile: b, head, KV head, tile, split, first row, rows, keys, and its own."""
@@ -43,9 +65,24 @@ GROWTH = gl.constexpr(8.0)
 
 
 @gluon.jit
+def here_all(sizes):
+    """sizes, hidden so that nothing made of them is kept from tile to tile: the producer has few registers."""
+    batch, heads, n_q, n_k, row_tiles, swizzle, splits = sizes
+    return here(batch), here(heads), here(n_q), here(n_k), here(row_tiles), here(swizzle), here(splits)
+
+
+@gluon.jit
+def tiles_of(sizes, VARLEN: gl.constexpr):
+    """How many tiles there are."""
+    batch, heads, _, _, row_tiles, _, splits = here_all(sizes)
+    units = heads if VARLEN else batch * heads
+    return units * row_tiles * splits
+
+
+@gluon.jit
 def producer(
     q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, tile_s, code_s, q_full, q_empty,
-    k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, ranges, sizes, tables, offsets, total, group,
+    k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, ranges, sizes, tables, offsets, group,
     split_tiles, data, NWG: gl.constexpr, BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
     E0: gl.constexpr, E1: gl.constexpr, ST: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr,
     USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr, RANGES: gl.constexpr,
@@ -61,18 +98,19 @@ def producer(
     ti = 0
     v_b, v_g, v_n = 0, 0, 0
     t = gl.program_id(0)
-    while t < total:
+    while t < tiles_of(sizes, VARLEN):
+        sizes_here = here_all(sizes)
         b, head, tile, split, row0, n_q, key0, n_k = place(
-            t, sizes, tables, VARLEN, USED_Q, USED_K, TOKENS, 1
+            t, sizes_here, tables, VARLEN, USED_Q, USED_K, TOKENS, 1
         )
         raw = 0
         if tile * TOKENS < n_q:
             tb = 0 if VARLEN else b
             g = head if PACK > 1 else head // group
-            q_pos = offset_of(q_offset, q_offset_ptr, b, n_k - n_q, Q_OFFSET)
-            k_pos = offset_of(k_offset, k_offset_ptr, b, 0, K_OFFSET)
+            q_pos = here(offset_of(q_offset, q_offset_ptr, b, n_k - n_q, Q_OFFSET))
+            k_pos = here(offset_of(k_offset, k_offset_ptr, b, 0, K_OFFSET))
             blocks = gl.cdiv(n_k, BN)
-            each = gl.where(split_tiles > 0, split_tiles, gl.cdiv(blocks, sizes[6]))
+            each = gl.where(split_tiles > 0, split_tiles, gl.cdiv(blocks, sizes_here[6]))
             begin = split * each
             end = gl.minimum(begin + each, blocks)
             none = begin
@@ -141,7 +179,7 @@ def producer(
         else:
             raw = gl.atomic_add(counter_ptr, 1, sem="relaxed")
         # Every tile is drawn for once; the last draw leaves the counter as the next call wants it.
-        if raw == total - 1:
+        if raw == tiles_of(sizes, VARLEN) - 1:
             gl.atomic_xchg(counter_ptr, 0, sem="relaxed")
         t = raw + gl.num_programs(0)
     if it > 0:
@@ -166,9 +204,11 @@ def first_seen(it, w: gl.constexpr, code_s, k_full, k_empty, v_full, v_empty, ST
     mbarrier.wait(k_full.index(st), (it // ST) & 1)
     code = get(code_s, st)
     while ((code >> (1 + w)) & (code ^ 1) & 1) != 0:
-        mbarrier.arrive(k_empty.index(st), count=1)
+        # All warps have read the code before the stage is given back.
+        gl.thread_barrier()
+        release(k_empty.index(st))
         mbarrier.wait(v_full.index(st), (it // ST) & 1)
-        mbarrier.arrive(v_empty.index(st), count=1)
+        release(v_empty.index(st))
         it += 1
         st = it % ST
         mbarrier.wait(k_full.index(st), (it // ST) & 1)
@@ -184,7 +224,8 @@ def consumer(
     BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr,
     E1: gl.constexpr, ST: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, Q_OFFSET: gl.constexpr,
     K_OFFSET: gl.constexpr, SINK: gl.constexpr, CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr,
-    ORDER: gl.constexpr, LAZY: gl.constexpr, BOUNDED: gl.constexpr, GAPS: gl.constexpr, USED_Q: gl.constexpr,
+    ORDER: gl.constexpr, LAZY: gl.constexpr, HELD: gl.constexpr, APART: gl.constexpr, BOUNDED: gl.constexpr,
+    GAPS: gl.constexpr, USED_Q: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 rows of each tile.
 
@@ -192,6 +233,8 @@ def consumer(
     (5): a wait for a barrier in between keeps the compiler from moving it up. With S (-1), which frees the registers of
     P for folds that need many. BOUNDED: scores are a bounded number of powers of two above or below the row's shift, so
     weights are taken without a maximum, and the state is never rescaled.
+    HELD: columns of q that products read from registers; its memory is free for the next tile's at once. APART: a row's
+    sum of weights stays with its four threads until the end.
     """
     dt: gl.constexpr = q_s.dtype
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, BN, 16])
@@ -231,11 +274,15 @@ def consumer(
 
         # ---- the first block of which this warpgroup sees anything ----
         mbarrier.wait(q_full.index(w), ti & 1)
+        q_of, q2_of = held_rows(q, q2, HELD, D0, SL)
+        if HELD == D0 + D1 and not SHARED_OUT:
+            mbarrier.arrive(q_empty.index(w), count=1)
         it, code = first_seen(it, w, code_s, k_full, k_empty, v_full, v_empty, ST)
         st = it % ST
-        s = scores_of(q, q2, k_s, k_s2, st, BN, D0, D1, SL)
+        s = scores_of(q_of, q2_of, k_s, k_s2, st, BN, D0, D1, SL)
+        gl.thread_barrier()
         s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(k_empty.index(st), count=1)
+        release(k_empty.index(st))
         s, rate, shift = fold(
             s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, True, FUSED, BN, SL)  # fmt: skip
         if BOUNDED:
@@ -244,7 +291,7 @@ def consumer(
             # A finite maximum, so that -inf minus it is -inf in rows that see nothing.
             m = gl.maximum(top_of(s, rate, shift), LOWEST)
         p = weigh(s, m, rate, shift)
-        l = gl.sum(p, 1)  # noqa: E741
+        l = sums_of(p, APART, BN)  # noqa: E741
         weights = p.to(dt)
         acc = gl.zeros([64, E0], gl.float32, OL)
         acc2 = gl.zeros([64, E1 if E1 > 0 else 16], gl.float32, OL2)
@@ -260,42 +307,41 @@ def consumer(
             if ORDER <= 0:
                 mbarrier.wait(k_full.index(st), (it // ST) & 1)
             code = get(code_s, st)
-            s = scores_of(q, q2, k_s, k_s2, st, BN, D0, D1, SL)
+            s = scores_of(q_of, q2_of, k_s, k_s2, st, BN, D0, D1, SL)
             mbarrier.wait(v_full.index(sv), phase)
             acc, acc2 = add_values(acc, acc2, weights, v_s, v_s2, sv, BN, E0, E1, PL, PL2)
+            # All warps have read the code before the stage is given back: here, where they wait anyway.
+            gl.thread_barrier()
             if ORDER < 0:
-                if E1 > 0:
-                    s, acc, acc2 = warpgroup_mma_wait(0, deps=(s, acc, acc2))
-                else:
-                    s, acc = warpgroup_mma_wait(0, deps=(s, acc))
-                mbarrier.arrive(v_empty.index(sv), count=1)
+                s, acc, acc2 = settle_all(s, acc, acc2, E1)
+                release(v_empty.index(sv))
             else:
                 s = warpgroup_mma_wait(AHEAD, deps=(s,))
-            mbarrier.arrive(k_empty.index(st), count=1)
+            release(k_empty.index(st))
             s, rate, shift = fold(
                 s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, False, FUSED, BN,
                 SL)  # fmt: skip
-            alpha = gl.full_like(l, 1.0)
+            alpha = gl.full_like(m, 1.0)
             if not BOUNDED:
                 m, alpha = raise_top(m, top_of(s, rate, shift), GROWTH, LAZY)
             if ORDER == 5:
                 p = weigh(s, m, rate, shift)
-                l = gl.fma(l, alpha, gl.sum(p, 1))  # noqa: E741
+                l = grow(l, alpha, p, APART, BN)  # noqa: E741
             if ORDER > 0:
                 ahead = it + 1
                 mbarrier.wait(k_full.index(ahead % ST), (ahead // ST) & 1, pred=(code & 1) == 0)
             if ORDER >= 0:
                 acc, acc2 = settle(acc, acc2, E1)
-                mbarrier.arrive(v_empty.index(sv), count=1)
+                release(v_empty.index(sv))
             if not BOUNDED:
                 if E1 > 0:
                     acc2 = rescale(acc2, gl.convert_layout(alpha, RO2), LAZY, E1 // 2)
                 acc = rescale(acc, gl.convert_layout(alpha, RO), LAZY, E0 // 2)
             if ORDER != 5:
                 p = weigh(s, m, rate, shift)
-                l = gl.fma(l, alpha, gl.sum(p, 1))  # noqa: E741
+                l = grow(l, alpha, p, APART, BN)  # noqa: E741
             weights = p.to(dt)
-        if not SHARED_OUT:
+        if HELD < D0 + D1 and not SHARED_OUT:
             mbarrier.arrive(q_empty.index(w), count=1)
         sv = it % ST
         mbarrier.wait(v_full.index(sv), (it // ST) & 1)
@@ -310,13 +356,13 @@ def consumer(
             mbarrier.arrive(tile_empty.index(slot), count=1)
         rows, h_rows = lines_of(head, tile, w, NWG, PACK, RL)
         alive = rows < n_q
-        lse, inverse = close_rows(m, l, h_rows, alive, sink_ptr, SINK)
+        lse, inverse = close_rows(m, whole_sums(l, APART, RL), h_rows, alive, sink_ptr, SINK)
         tb = 0 if VARLEN else b
         first = (tile * NWG + w) * (64 // PACK)
         lse_line = lse_ptr + split.to(gl.int64) * l_s + tb * l_b + row0
         gl.store(lse_line + h_rows.to(gl.int64) * l_h + rows, lse, mask=alive)
         acc, acc2 = settle(acc, acc2, E1)
-        mbarrier.arrive(v_empty.index(sv), count=1)
+        release(v_empty.index(sv))
         broken = 0
         if CARE:
             broken = is_broken(acc, acc2, E0, E1)
@@ -350,8 +396,8 @@ def forward_program(
     BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr, ST: gl.constexpr,
     PACK: gl.constexpr, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr,
     K_OFFSET: gl.constexpr, SINK: gl.constexpr, CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr,
-    RANGES: gl.constexpr, ORDER: gl.constexpr, LAZY: gl.constexpr, BOUNDED: gl.constexpr, GAPS: gl.constexpr,
-    WORKER: gl.constexpr, LOADER: gl.constexpr,
+    RANGES: gl.constexpr, ORDER: gl.constexpr, LAZY: gl.constexpr, HELD: gl.constexpr, APART: gl.constexpr,
+    BOUNDED: gl.constexpr, GAPS: gl.constexpr, WORKER: gl.constexpr, LOADER: gl.constexpr,
 ):  # fmt: skip
     """The partitions: NWG consumers and the producer. WORKER, LOADER: registers of a thread of each."""
     dt: gl.constexpr = q_desc.dtype
@@ -377,8 +423,6 @@ def forward_program(
     tile_full, tile_empty = barriers(2, 1), barriers(2, NWG)
     loaded = barriers(1, 1)
     fence_async_shared()
-    units = heads if VARLEN else batch * heads
-    total = units * row_tiles * splits
     sizes = (batch, heads, seqlen_q, seqlen_k, row_tiles, swizzle, splits)
     tables = (cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr)
     offsets = (q_offset, q_offset_ptr, k_offset, k_offset_ptr)
@@ -392,18 +436,18 @@ def forward_program(
                 0, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, again_s, q_full,
                 q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
                 strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED, NWG, BN, D0, D1, E0, E1,
-                ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, BOUNDED, GAPS,
-                USED_Q)),
+                ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, HELD, APART,
+                BOUNDED, GAPS, USED_Q)),
             (consumer, (
                 1, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, again_s, q_full,
                 q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
                 strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED, NWG, BN, D0, D1, E0, E1,
-                ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, BOUNDED, GAPS,
-                USED_Q)),
+                ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, HELD, APART,
+                BOUNDED, GAPS, USED_Q)),
             (producer, (
                 q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, tile_s, code_s,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, ranges, sizes,
-                tables, offsets, total, group, split_tiles, data, NWG, BN, D0, D1, E0, E1, ST, PACK,
+                tables, offsets, group, split_tiles, data, NWG, BN, D0, D1, E0, E1, ST, PACK,
                 VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, RANGES)),
         ], [4, 1], [WORKER, LOADER])  # fmt: skip
     else:
@@ -412,24 +456,24 @@ def forward_program(
                 0, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, again_s, q_full,
                 q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
                 strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED, NWG, BN, D0, D1, E0, E1,
-                ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, BOUNDED, GAPS,
-                USED_Q)),
+                ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, HELD, APART,
+                BOUNDED, GAPS, USED_Q)),
             (consumer, (
                 1, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, again_s, q_full,
                 q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
                 strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED, NWG, BN, D0, D1, E0, E1,
-                ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, BOUNDED, GAPS,
-                USED_Q)),
+                ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, HELD, APART,
+                BOUNDED, GAPS, USED_Q)),
             (consumer, (
                 2, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, again_s, q_full,
                 q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
                 strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED, NWG, BN, D0, D1, E0, E1,
-                ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, BOUNDED, GAPS,
-                USED_Q)),
+                ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, HELD, APART,
+                BOUNDED, GAPS, USED_Q)),
             (producer, (
                 q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, tile_s, code_s,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, ranges, sizes,
-                tables, offsets, total, group, split_tiles, data, NWG, BN, D0, D1, E0, E1, ST, PACK,
+                tables, offsets, group, split_tiles, data, NWG, BN, D0, D1, E0, E1, ST, PACK,
                 VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, RANGES)),
         ], [4, 4, 1], [WORKER, WORKER, LOADER])  # fmt: skip
     if CARE:

@@ -6,6 +6,18 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 
 @gluon.jit
+def held_rows(q, q2, HELD: gl.constexpr, D0: gl.constexpr, SL: gl.constexpr):
+    """The rows' q for products: its first HELD columns in registers, the others where they lie."""
+    QL: gl.constexpr = gl.DotOperandLayout(0, SL, 2)
+    if HELD > D0:
+        return q.load(QL), q2.load(QL)
+    elif HELD > 0:
+        return q.load(QL), q2
+    else:
+        return q, q2
+
+
+@gluon.jit
 def scores_of(q, q2, k_s, k_s2, st, BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, SL: gl.constexpr):
     """Issue S = q k^T."""
     zeros = gl.zeros([64, BN], gl.float32, SL)
@@ -31,6 +43,32 @@ def add_values(acc, acc2, weights, v_s, v_s2, sv, BN: gl.constexpr, E0: gl.const
 def weigh(u, m, rate, shift):
     """2^(u * rate + shift - m): u a tile, rate a number, shift and m of rows."""
     return gl.exp2(gl.fma(u, gl.zeros_like(u) + rate, (shift - m)[:, None] + gl.zeros_like(u)))
+
+
+@gluon.jit
+def sums_of(p, APART: gl.constexpr, BN: gl.constexpr):
+    """Sums of a tile's rows, (64,). APART: over the columns that each of a row's four threads holds, (64, 4)."""
+    if APART:
+        return gl.sum(gl.sum(p.reshape([64, BN // 8, 4, 2]), 3), 1)
+    else:
+        return gl.sum(p, 1)
+
+
+@gluon.jit
+def grow(l, alpha, p, APART: gl.constexpr, BN: gl.constexpr):  # noqa: E741
+    """l * alpha of each row + the sums of p, as `sums_of` has them."""
+    if APART:
+        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + gl.zeros_like(l)
+    return gl.fma(l, alpha, sums_of(p, APART, BN))
+
+
+@gluon.jit
+def whole_sums(l, APART: gl.constexpr, RL: gl.constexpr):  # noqa: E741
+    """The sums of rows, (64,)."""
+    if APART:
+        return gl.convert_layout(gl.sum(l, 1), RL)
+    else:
+        return l
 
 
 @gluon.jit
@@ -62,3 +100,13 @@ def settle(acc, acc2, E1: gl.constexpr):
     else:
         acc = warpgroup_mma_wait(0, deps=(acc,))
     return acc, acc2
+
+
+@gluon.jit
+def settle_all(s, acc, acc2, E1: gl.constexpr):
+    """Wait for S and O += P v."""
+    if E1 > 0:
+        s, acc, acc2 = warpgroup_mma_wait(0, deps=(s, acc, acc2))
+    else:
+        s, acc = warpgroup_mma_wait(0, deps=(s, acc))
+    return s, acc, acc2

@@ -49,8 +49,8 @@ FORWARD = Entry(
     (),
     (
         "FUSED", "NWG", "BN", "D0", "D1", "E0", "E1", "ST", "PACK", "VARLEN", "USED_Q", "USED_K", "Q_OFFSET",
-        "K_OFFSET", "SINK", "CARE", "STORE", "SHARED_OUT", "RANGES", "ORDER", "LAZY", "BOUNDED", "GAPS", "WORKER",
-        "LOADER",
+        "K_OFFSET", "SINK", "CARE", "STORE", "SHARED_OUT", "RANGES", "ORDER", "LAZY", "HELD", "APART",
+        "BOUNDED", "GAPS", "WORKER", "LOADER",
     ),
 )  # fmt: skip
 AT = {argument.partition(":")[0]: n for n, argument in enumerate(FORWARD.arguments)}
@@ -128,6 +128,7 @@ def constants_of(
     found = flags | {
         "NWG": tiles.warpgroups, "BN": tiles.block_n, "D0": d0, "D1": d1, "E0": e0, "E1": e1, "ST": tiles.stages,
         "SHARED_OUT": tiles.shared_out and flags["STORE"] == "tiles", "ORDER": tiles.order, "LAZY": tiles.lazy,
+        "HELD": tiles.held, "APART": tiles.apart,
         "RANGES": flags.get("RANGES", False), "GAPS": flags.get("GAPS", False),
         "BOUNDED": flags.get("BOUNDED", False),
         "WORKER": tiles.worker, "LOADER": tiles.loader,

@@ -21,6 +21,16 @@ def barriers(n: gl.constexpr, count: gl.constexpr):
 
 
 @gluon.jit
+def release(empty):
+    """Arrive at a stage's `empty` barrier from one warp, when products that read the stage have been waited for.
+
+    A group of products is the warpgroup's: when one warp has waited for it, all four are done with the stage. An
+    arrival of the library's waits for all warps before and, since it counts as a write of all shared memory, after it.
+    """
+    mbarrier.expect(empty, 0)
+
+
+@gluon.jit
 def slots_of(n: gl.constexpr):
     """n slots for an int32 each."""
     return gl.allocate_shared_memory(gl.int32, [n, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))

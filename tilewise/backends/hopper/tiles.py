@@ -33,7 +33,9 @@ class Tiles(NamedTuple):
     """A choice: warpgroups of 64 rows, keys of a block, stages of the rings; `order` and `lazy` as in the kernel.
 
     shared_out: out leaves through the room of q. worker, loader, limit: registers of a thread of a consumer, of the
-    producer, and of the kernel at its start, from which the first consumer keeps what is left.
+    producer, and of the kernel at its start, from which the first consumer keeps what is left. held: columns of q that
+    products read from registers instead of shared memory, all of its first part or of both. apart: the sums of a row's
+    weights stay with the threads that hold the columns until the tile ends.
     """
 
     warpgroups: int
@@ -45,6 +47,8 @@ class Tiles(NamedTuple):
     worker: int
     loader: int
     limit: int
+    held: int = 0
+    apart: bool = False
 
     @property
     def rows(self) -> int:
@@ -54,7 +58,7 @@ class Tiles(NamedTuple):
 PLAIN = {
     (64, 64): Tiles(3, 128, 2, 5, True, False, 160, 32, 128),
     (96, 96): Tiles(2, 128, 2, 0, False, False, 224, 56, 168),
-    (128, 128): Tiles(2, 128, 2, 5, True, False, 232, 40, 168),
+    (128, 128): Tiles(2, 128, 2, 4, True, False, 232, 40, 168, 128, True),
     (192, 192): Tiles(2, 64, 3, 4, True, True, 224, 56, 168),
     (192, 128): Tiles(2, 128, 2, 5, True, True, 224, 56, 168),
     (256, 256): Tiles(2, 64, 2, 5, True, True, 224, 64, 168),
@@ -73,8 +77,8 @@ Source: a sweep on an H200 for (128, 128), TFLOP/s: softcap 580 against 560 with
 SOFT = {(128, 128): Tiles(3, 64, 3, 5, True, False, 152, 56, 128)}
 """With scores that a tanh bounds, which need no maximum: two functions an element keep the unit busy, and three
 warpgroups hide more of it than two. TFLOP/s, causal: 637 against 582 with FOLDING and 567 with that and maxima."""
-LIGHT = ((128, 128),)
-"""Where score terms without loads and functions for each element keep the PLAIN tiles."""
+LIGHT = {(128, 128): Tiles(2, 128, 2, 5, True, False, 232, 40, 168)}
+"""With score terms without loads and functions for each element, which leave no registers for q."""
 MANY = 128
 """Key blocks up to which a producer finds a tile's own by looking at all, for masks that read tensors."""
 
@@ -98,8 +102,11 @@ def default(pair: tuple[int, int], spec: AttentionSpec) -> Tiles:
     """The tiles where no table says others."""
     if pair in SOFT and score_of(spec.score, spec.keep).bounded:
         return SOFT[pair]
-    terms = spec.score is not None and (pair not in LIGHT or hard(spec))
-    return (FOLDING if terms or reads_pairs(spec) else PLAIN)[pair]
+    if reads_pairs(spec):
+        return FOLDING[pair]
+    if spec.score is None:
+        return PLAIN[pair]
+    return (FOLDING if hard(spec) else LIGHT).get(pair, FOLDING[pair])
 
 
 def pair_of(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
@@ -120,8 +127,10 @@ def choose(problem: Problem, pair: tuple[int, int], machine: Machine) -> Tiles:
     measured = tuning.lookup(machine.name, "hopper.forward", table_key(problem, pair))
     if not measured:
         return default(pair, problem.spec)
-    warpgroups, block_n, stages, order, lazy, shared_out, worker, loader, limit = measured
-    return Tiles(warpgroups, block_n, stages, order, bool(lazy), bool(shared_out), worker, loader, limit)
+    warpgroups, block_n, stages, order, lazy, shared_out, worker, loader, limit, *more = measured
+    return Tiles(
+        warpgroups, block_n, stages, order, bool(lazy), bool(shared_out), worker, loader, limit, *more
+    )
 
 
 def shared_bytes(tiles: Tiles, pair: tuple[int, int]) -> int:
