@@ -56,7 +56,7 @@ AT = {argument.partition(":")[0]: n for n, argument in enumerate(DECODE.argument
 MERGE = DECODE._replace(
     name="merge", program="merge_program", functions=(),
     constants=("BLOCK_M", "BLOCK_N", "ROWS", "DV_PAD", "STEP_Q", "UNIT", "VARLEN", "SINGLE", "PDL", "MERGED",
-        "ONCE"),
+        "ONCE", "REHEARSED"),
 )  # fmt: skip
 MOST_RECIPES = 4096
 _recipes: dict[tuple[object, ...], Recipe] = {}
@@ -181,7 +181,7 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
         again = kernel_launcher(problem, slots, AGAIN, build, device, (DECODE, AGAIN))
     if plan.merge == "later":
         own = tuple((name, value) for name, value in own if name in MERGE.constants)
-        own += (("ONCE", plan.splits <= plan.merged),)
+        own += (("ONCE", plan.splits <= plan.merged), ("REHEARSED", rehearses(problem, early)))
         build = Build(types, aligned, own, 1, 1, early=early)
         merge = kernel_launcher(problem, slots, MERGE, build, device, (MERGE,))
     # The recipe keeps no tensor alive: a call puts its own in.
@@ -199,6 +199,12 @@ def _sees_all(problem: Problem, inputs: Inputs) -> bool:
 
 def _no_offset(offset: object) -> bool:
     return isinstance(offset, int) and offset == 0
+
+
+def rehearses(problem: Problem, early: bool) -> bool:
+    """Whether the launch that merges goes through its work once before the splits are done. Edges of packed sequences
+    would be read too soon."""
+    return early and problem.options.layout == "dense"
 
 
 def waits_for_grids(machine: Machine) -> bool:

@@ -84,6 +84,7 @@ def merge_row(part_ptr, part_lse_ptr, first, step, splits, live, DV_PAD: tl.cons
         acc = tl.sum(parts * weight[:, None], 0)
     else:
         top = tl.max(parts_m, 0)
+        live = tl.minimum(live, splits)
         for start in range(MERGED, live, MERGED):
             at = first + (start + n).to(tl.int64) * step
             part_m = tl.load(
@@ -123,9 +124,11 @@ def write_rows(
     VARLEN: tl.constexpr, DV_PAD: tl.constexpr, STEP_Q: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """out and lse of rows whose state is (acc, m, l), m in powers of two; the sink enters here, once. Rows from n_q
-    on are not used: 0 and -inf (packed rows are set so before)."""
-    out_ptr, lse_ptr, sink_ptr, o_b, o_h, o_n, o_d, l_b, l_h, sequence, row0, n_q, seqlen_q, size_dv = results
-    alive = row < n_q if VARLEN else row < seqlen_q
+    on are not used: 0 and -inf (packed rows are set so before). Where not `real`, nothing is read or written."""
+    out_ptr, lse_ptr, sink_ptr, o_b, o_h, o_n, o_d, l_b, l_h, sequence, row0, n_q, seqlen_q, size_dv, real = (
+        results
+    )
+    alive = (row < n_q if VARLEN else row < seqlen_q) & real
     if sink_ptr is not None:
         logit = tl.load(sink_ptr + h_rows, mask=alive, other=0.0).to(tl.float32)
         m, l, alpha = absorb_sink(m, l, logit * LOG2E, 1.0)  # noqa: E741
