@@ -171,7 +171,9 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     aligned = _aligned(slots, step, step_q)
     early = waits_for_grids(machine)
     own = (*constants, ("PDL", early), ("CARE", plan.care), ("RATIO", 1))
-    build = Build(types, aligned, own, plan.warps, plan.stages, early=early)
+    # Where a launch after it merges, calls of other splits share the kernel.
+    apart = tuple((n, 1 if n == "MERGED" and plan.merge != "here" else value) for n, value in own)
+    build = Build(types, aligned, apart, plan.warps, plan.stages, early=early)
     run = kernel_launcher(problem, slots, DECODE, build, device, (DECODE, AGAIN))
     again = merge = None
     if plan.care == "flag":
