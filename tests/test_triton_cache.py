@@ -229,6 +229,18 @@ def test_refusals_name_the_rule(options, word):
     assert any(word in reason.rule for reason in reasons)
 
 
+@pytest.mark.parametrize("apart, kind", ((2**33, "i32"), (2**34, None)))
+def test_rows_are_found_with_32_bits_where_none_lies_farther(apart, kind):
+    from tilewise.backends.triton.launch_decode import _row_types
+    from tilewise.problem import Inputs
+
+    pool = torch.empty((2, 2, 64, 64), device="meta").as_strided((2, 2, 64, 64), (apart, 4096, 64, 1))
+    inputs = Inputs(pool, pool, pool, (), (), (), None, 1.0, 0.0, 0, 0, None, 0, -1, -1)
+    assert _row_types(inputs, 8) == (
+        {} if kind is None else dict.fromkeys(("k_p", "k_n", "v_p", "v_n"), kind)
+    )
+
+
 def test_explain_says_who_reads_caches_on_hopper():
     pool = torch.empty(40, 2, 16, 64, dtype=torch.bfloat16, device="meta")
     plan = tw.explain(

@@ -117,6 +117,20 @@ def _repaired(view: CacheView) -> CacheView:
     return CacheView(view.k, view.v, view.lengths, view.block_table.clamp(0, view.k.shape[0] - 1))
 
 
+def test_pages_may_lie_farther_apart_than_32_bits_say():
+    far = 2**34  # elements between the pages, 32 GiB
+    if torch.cuda.mem_get_info()[0] < 2 * far + 2**30:
+        pytest.skip("needs 33 GiB")
+    room = torch.empty(far + 4 * 64 * 64, device="cuda", dtype=torch.bfloat16)
+    k, v = (room.as_strided((2, 2, 64, 64), (far, 4096, 64, 1), at) for at in (0, 2 * 4096))
+    near = [_drawn(2, 2, 64, 64) for _ in range(2)]
+    for pool, drawn in zip((k, v), near, strict=True):
+        pool.copy_(drawn)
+    table, lengths, q = _ints(1, 0)[None], _ints(100), _drawn(1, 8, 1, 64)
+    out = attention_with_cache(q, CacheView(k, v, lengths, table), backend="triton")
+    assert torch.equal(out, attention_with_cache(q, CacheView(*near, lengths, table), backend="triton"))
+
+
 def test_a_chunk_and_single_tokens_in_one_packed_call():
     lengths = _ints(700, 64, 1000)
     view = _paged(lengths)
