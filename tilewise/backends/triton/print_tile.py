@@ -60,7 +60,7 @@ class TilePrinter:
         order = ex.topological(node)
         uses = Counter(arg for n in order for arg in n.args)
         inner = (part for n in order if (part := self._fused_part(n)) is not None)
-        self.fused |= {part for part in inner if uses[part] == 1 and part not in self.names}
+        self.fused = {part for part in inner if uses[part] == 1 and part not in self.names}
         for n in order:
             if n not in self.names and n not in self.fused:
                 text = self._text(n)
