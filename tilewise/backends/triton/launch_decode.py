@@ -183,7 +183,8 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
         again = kernel_launcher(problem, slots, AGAIN, build, device, (DECODE, AGAIN))
     if plan.merge == "later":
         own = tuple((name, value) for name, value in own if name in MERGE.constants)
-        own += (("ONCE", plan.splits <= plan.merged), ("REHEARSED", rehearses(problem, early)))
+        once = plan.splits <= plan.merged and not problem.options.batch_invariant  # 0 + -0 is not -0
+        own += (("ONCE", once), ("REHEARSED", rehearses(problem, early)))
         build = Build(types, aligned, own, 1, 1, early=early)
         merge = kernel_launcher(problem, slots, MERGE, build, device, (MERGE,))
     # The recipe keeps no tensor alive: a call puts its own in.
