@@ -26,7 +26,7 @@ CASES = (
 FUNCTIONS = (
     "hidden_values", "visible_values_spread", "one_visible_key", "large_scores", "part_of_the_keys",
     "one_leaf_in_two_batches", "two_leaves_by_column_packed", "loads_ahead",
-    "tiles_looked_at_before",
+    "tiles_looked_at_before", "products_used_twice",
 )  # fmt: skip
 
 

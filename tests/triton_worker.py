@@ -155,6 +155,22 @@ def loads_ahead() -> bool:
     return holds
 
 
+def _twice(s, q, k, x, y):
+    return s + x[q] * (s + x[q] * y[k]) * x[q] * y[k] - abs(q - k) * 0.01
+
+
+def products_used_twice() -> bool:
+    """A product that the score adds to something, where its derivative wants it alone."""
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(1, 2, 40, 16) for _ in range(4))
+    leaves, found = [torch.rand(40) for _ in range(2)], []
+    for backend in ("triton", "blockwise"):
+        inputs = [t.clone().requires_grad_() for t in (q, k, v, *leaves)]
+        out = tw.attention(*inputs[:3], scores=(tw.custom_score(_twice, *inputs[3:]),), backend=backend)
+        found.append((out, *torch.autograd.grad(out, inputs, do)))
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(*found, strict=True))
+
+
 def _of_heads(q, k, h):
     return ((q // 24 + k // 40 + h) % 3 != 0) | (q == k)
 
@@ -191,7 +207,7 @@ def tiles_looked_at_before() -> bool:
 
 FUNCTIONS: tuple[Callable[[], bool], ...] = (
     hidden_values, visible_values_spread, one_visible_key, large_scores, part_of_the_keys, one_leaf_in_two_batches,
-    two_leaves_by_column_packed, loads_ahead, tiles_looked_at_before,
+    two_leaves_by_column_packed, loads_ahead, tiles_looked_at_before, products_used_twice,
 )  # fmt: skip
 
 
