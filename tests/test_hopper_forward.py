@@ -39,8 +39,8 @@ KINDS = {
 
 
 WORDS_A_TILE = {(256, 256): 28, "sink": 32}
-"""Bytes that some kernels spill: what they do not keep is written and read once a tile, outside every loop over keys.
-At D=256 sums fill the registers, and with a window's numbers the producer of three warpgroups has few."""
+"""Bytes that some kernels spill: what they do not keep is written and read once a tile, outside every loop over
+keys. At D=256 sums fill the registers, and with a window's numbers the producer of three warpgroups has few."""
 
 
 def _sound(facts, spilled: int = 0) -> None:
