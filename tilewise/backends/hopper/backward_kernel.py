@@ -48,14 +48,16 @@ from tilewise.backends.hopper.backward_rings import (
     wait_for,
 )  # fmt: skip
 from tilewise.backends.hopper.backward_shared import keys_before, produce, weights
+from tilewise.backends.hopper.backward_sums import await_clear, clear_and_collect, leave_rows, read_fragments
 from tilewise.backends.hopper.rings import barriers, put, slots_of
 
 
 @gluon.jit
 def halves_producer(
-    counter_ptr, descs, room, slots, signals, kv_empty, sizes, tables, offsets, data, BM: gl.constexpr, D: gl.constexpr,
-    ST: gl.constexpr, KV: gl.constexpr, HAS_MASK: gl.constexpr, VARLEN: gl.constexpr, USED_Q: gl.constexpr,
-    USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr, ORDER: gl.constexpr,
+    counter_ptr, shared, descs, room, slots, signals, kv_empty, sizes, tables, offsets, data, BM: gl.constexpr,
+    D: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr, HAS_MASK: gl.constexpr, VARLEN: gl.constexpr,
+    USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr, ORDER: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """One warp: draws tiles of keys until none is left. A number below 0 of row tiles says that there is none."""
     n, ti = 0, 0
@@ -63,13 +65,19 @@ def halves_producer(
     total = tiles_of(sizes, VARLEN)
     t = gl.program_id(0)
     following = t
-    if ORDER:
+    drawn = gl.num_programs(0)
+    if ORDER or AHEAD:
         # A tile waits for those before it: programs that run have drawn them all, however few run at once.
         t = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        drawn = 0
     while t < total:
         if not ORDER:
-            following = gl.atomic_add(counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
+            following = gl.atomic_add(counter_ptr, 1, sem="relaxed") + drawn
+        if AHEAD:
+            await_clear(t, shared, sizes)
         mbarrier.wait(kv_empty.index(ti % KV), ((ti // KV) & 1) ^ 1)
+        if AHEAD:
+            put(slots[0], ti % KV * FIELDS + 10, t)
         n = produce(
             t, n, ti % KV, descs, room, slots, signals, sizes, tables, offsets, data, BM, 128, 1, 1, D, ST, HAS_MASK,
             VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, ORDER)  # fmt: skip
@@ -98,7 +106,9 @@ def turn_of(
 
 
 @gluon.jit
-def keeper(turns_ptr, slots, signals, turns, data, BM: gl.constexpr, KV: gl.constexpr, HAS_MASK: gl.constexpr):
+def keeper(
+    turns_ptr, slots, signals, turns, data, BM: gl.constexpr, KV: gl.constexpr, HAS_MASK: gl.constexpr
+):
     """One warp: tiles of keys add to a row tile in the order of their numbers. What the next turn needs is found while
     the halves add."""
     about_s, entry_s = slots
@@ -148,14 +158,15 @@ def add_in_turn(dq_ptr, dq, n, w: gl.constexpr, entry_s, turns, NQ: gl.constexpr
 
 @gluon.jit
 def half(
-    w: gl.constexpr, dk_out, dv_out, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data,
+    w: gl.constexpr, dk_out, dv_out, dq_desc, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data,
     BM: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr,
     HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr, VARLEN: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 of 128 keys, and half of the columns of dq."""
     _, _, k_s, v_s, _, _ = room
     about_s, _ = slots
-    kv_full, kv_empty, _, _, _, ds_full = signals
+    kv_full, kv_empty, _, q_empty, _, ds_full = signals
     D1: gl.constexpr = 64 if D2 > 0 else D
     NQ: gl.constexpr = D // 2 if BM == 64 else D
     WQ: gl.constexpr = D2 if (w == 1) & (D2 > 0) else NQ
@@ -173,6 +184,12 @@ def half(
             w, n, count, ti, dq_ptr, room, ds_s, slots, signals, turns, scale, data, BM, D, D2, ST, KV, HAS_MASK,
             HAS_TERMS, HAS_MASK or HAS_TERMS or VARLEN, ADD, ORDER)  # fmt: skip
         n += count
+        if AHEAD:
+            mbarrier.wait(turns[0], ti & 1)
+            found, taken = gl.maximum(number(about_s, at + 11), 0), number(about_s, at + 12)
+            sums = read_fragments(
+                dq_ptr + (found.to(gl.int64) * 2 + w) * (64 * NQ), gl.zeros([64, NQ], gl.float32, QL),
+                NQ // 2)  # fmt: skip
         b, g, j0 = number(about_s, at + 1), number(about_s, at + 2), number(about_s, at + 3)
         row = number(about_s, at + 5) + j0 + w * 64
         left = number(about_s, at + 4) - (j0 + w * 64)
@@ -189,9 +206,14 @@ def half(
                 store_parts(dv_out, dv, 1.0, v_s, stage, tb, g, row, left, D1, D2, VARLEN)
         else:
             store_parts(dv_out, dv, 1.0, v_s, stage, tb, g, row, left, D1, D2, VARLEN)
+        if AHEAD:
+            mbarrier.arrive(turns[1], count=1)
         note(marks_ptr, part_sums(dk, D2) + part_sums(dv, D2), b, g * group, group, heads, batch)
         tma.store_wait(0)
         store_parts(dk_out, dk, scale, v_s, stage, tb, g, row, left, D1, D2, VARLEN)
+        if AHEAD:
+            leave_rows(
+                w, sums, found, taken, n, dq_desc, dq_ptr, marks_ptr, ds_s, q_empty, sizes, scale, BM, ST)  # fmt: skip
         if KV == 1:
             tma.store_wait(0)
             mbarrier.arrive(kv_empty.index(0), count=1)
@@ -377,18 +399,18 @@ def walk(
 
 @gluon.jit
 def halves_program(
-    q_desc, do_desc, k_desc, v_desc, m_desc, delta_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, dq_ptr, marks_ptr,
-    counter_ptr, turns_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, dk_b, dk_h, dk_n,
-    dv_b, dv_h, dv_n, batch, heads, group, seqlen_q, seqlen_k, row_tiles, key_tiles, swizzle, q_offset, k_offset,
-    size_d, size_dv, scale, data, HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr, BM: gl.constexpr, D: gl.constexpr,
-    D2: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr, VARLEN: gl.constexpr, USED_Q: gl.constexpr,
-    USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr,
-    WORKER: gl.constexpr, LOADER: gl.constexpr,
+    q_desc, do_desc, k_desc, v_desc, m_desc, delta_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, dq_desc, dq_ptr, marks_ptr,
+    counter_ptr, turns_ptr, clear_ptr, done_ptr, taken_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr,
+    used_k_ptr, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, batch, heads, group, seqlen_q, seqlen_k, row_tiles, key_tiles,
+    swizzle, lead, lag, q_offset, k_offset, size_d, size_dv, scale, data, HAS_MASK: gl.constexpr,
+    HAS_TERMS: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr,
+    VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr,
+    ADD: gl.constexpr, ORDER: gl.constexpr, WORKER: gl.constexpr, LOADER: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Two halves of 128 keys, and the producer. BM: rows of a tile. D2: 0, or of 64 + D2 columns those after the
     first 64. KV: tiles of keys in shared memory. WORKER, LOADER: registers of a thread of each. ORDER: additions to
-    dq in a fixed order; turns_ptr: whose turn it is, a number below which all tiles of keys have added to a row
-    tile."""
+    dq in a fixed order; turns_ptr: whose turn it is, a number below which all tiles of keys have added to a row tile.
+    AHEAD: dq's sums are cleared and collected on the way (`backward_sums`)."""
     dt: gl.constexpr = q_desc.dtype
     q_s = gl.allocate_shared_memory(dt, [ST, 1, 1, BM, D], q_desc.layout)
     do_s = gl.allocate_shared_memory(dt, [ST, 1, 1, BM, D], do_desc.layout)
@@ -398,7 +420,7 @@ def halves_program(
     delta_s = gl.allocate_shared_memory(gl.float32, [ST, 1, BM], delta_desc.layout)
     ds_s = gl.allocate_shared_memory(dt, [2, 128, BM], gl.NVMMASharedLayout(128, 16, 2))
     slots = (slots_of(KV * FIELDS), slots_of(RING * ENTRY))
-    kv_full, kv_empty = barriers(KV, 1), barriers(KV, 3 if ORDER else 2)
+    kv_full, kv_empty = barriers(KV, 1), barriers(KV, 3 if ORDER or AHEAD else 2)
     turns = (barriers(1, 1).index(0), barriers(1, 2).index(0))
     q_full, q_empty, do_full, ds_full = barriers(ST, 1), barriers(ST, 2), barriers(ST, 1), barriers(2, 2)
     fence_async_shared()
@@ -411,29 +433,43 @@ def halves_program(
     room = (q_s, do_s, k_s, v_s, m_s, delta_s)
     signals = (kv_full, kv_empty, q_full, q_empty, do_full, ds_full)
     loads = (kv_full, q_full, q_empty, do_full, q_empty)
+    shared = (dq_ptr, clear_ptr, done_ptr, taken_ptr, lead, lag)
     # Constants survive in a tuple only where it is written inside the call.
     if ORDER:
         gl.warp_specialize([
             (half, (
-                0, dk_out, dv_out, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data, BM, D, D2,
-                ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER)),
+                0, dk_out, dv_out, dq_desc, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data,
+                BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD)),
             (half, (
-                1, dk_out, dv_out, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data, BM, D, D2,
-                ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER)),
+                1, dk_out, dv_out, dq_desc, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data,
+                BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD)),
             (halves_producer, (
-                counter_ptr, descs, room, slots, loads, kv_empty, sizes, tables, offsets, data, BM, D, ST, KV, HAS_MASK,
-                VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, ORDER)),
+                counter_ptr, shared, descs, room, slots, loads, kv_empty, sizes, tables, offsets, data, BM, D, ST, KV,
+                HAS_MASK, VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, ORDER, AHEAD)),
             (keeper, (turns_ptr, slots, signals, turns, data, BM, KV, HAS_MASK)),
+        ], [4, 1, 1], [WORKER, LOADER, LOADER])  # fmt: skip
+    elif AHEAD:
+        gl.warp_specialize([
+            (half, (
+                0, dk_out, dv_out, dq_desc, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data,
+                BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD)),
+            (half, (
+                1, dk_out, dv_out, dq_desc, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data,
+                BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD)),
+            (halves_producer, (
+                counter_ptr, shared, descs, room, slots, loads, kv_empty, sizes, tables, offsets, data, BM, D, ST, KV,
+                HAS_MASK, VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, ORDER, AHEAD)),
+            (clear_and_collect, (shared, slots, signals, turns, sizes, BM, D, KV)),
         ], [4, 1, 1], [WORKER, LOADER, LOADER])  # fmt: skip
     else:
         gl.warp_specialize([
             (half, (
-                0, dk_out, dv_out, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data, BM, D, D2,
-                ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER)),
+                0, dk_out, dv_out, dq_desc, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data,
+                BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD)),
             (half, (
-                1, dk_out, dv_out, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data, BM, D, D2,
-                ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER)),
+                1, dk_out, dv_out, dq_desc, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data,
+                BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD)),
             (halves_producer, (
-                counter_ptr, descs, room, slots, loads, kv_empty, sizes, tables, offsets, data, BM, D, ST, KV, HAS_MASK,
-                VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, ORDER)),
+                counter_ptr, shared, descs, room, slots, loads, kv_empty, sizes, tables, offsets, data, BM, D, ST, KV,
+                HAS_MASK, VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, ORDER, AHEAD)),
         ], [4, 1], [WORKER, LOADER])  # fmt: skip

@@ -17,11 +17,15 @@ from tilewise.backends.triton.forward_kernel import find_sequence, load_tile, se
 from tilewise.backends.triton.prepare_kernel import prepare_tile
 from tilewise.backends.triton.words import LOG2E
 
+SHARES = tl.constexpr(64)
+"""Shares of dq that a program asks about at once."""
+
 
 @triton.jit
-def locate(cu_q_ptr, used_q_ptr, batch, heads, seqlen_q, row_tiles, VARLEN: tl.constexpr, BM: tl.constexpr):
-    """(number of the tile, batch entry, head, first row, first row of the sequence, its rows)."""
-    number = tl.program_id(0)
+def locate(
+    number, cu_q_ptr, used_q_ptr, batch, heads, seqlen_q, row_tiles, VARLEN: tl.constexpr, BM: tl.constexpr
+):
+    """(batch entry, head, first row, first row of the sequence, its rows) of a tile."""
     tile, unit = number % row_tiles, number // row_tiles
     if VARLEN:
         b, tile = find_sequence(cu_q_ptr, tile, batch, seqlen_q, BM)
@@ -30,23 +34,26 @@ def locate(cu_q_ptr, used_q_ptr, batch, heads, seqlen_q, row_tiles, VARLEN: tl.c
     else:
         b, h = unit // heads, unit % heads
         row0, n_q = 0, seqlen_q
-    return number, b, h, tile * BM, row0, n_q
+    return b, h, tile * BM, row0, n_q
 
 
 @triton.jit
 def fill_lines(
     out_ptr, do_ptr, lse_ptr, dlse_ptr, m_ptr, low_ptr, delta_ptr, line_m_ptr, line_delta_ptr, sums_ptr, marks_ptr,
     cu_q_ptr, used_q_ptr, cu_k_ptr, used_k_ptr, g_b, g_h, g_n, o_b, o_h, o_n, l_b, l_h, l_n, dl_b, dl_h, dl_n,
-    batch, heads, seqlen_q, seqlen_k, row_tiles, size_dv, few, limit, VARLEN: tl.constexpr, FLOATS: tl.constexpr,
-    EXACT: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr,
+    batch, heads, seqlen_q, seqlen_k, row_tiles, size_dv, few, cleared, limit, VARLEN: tl.constexpr,
+    FLOATS: tl.constexpr, EXACT: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """See the header. Strides of do and out are in units of 8 elements. FLOATS: sums of a tile, 0 if there are none;
-    behind those of all tiles stand their turns (`backward_kernel.keeper`)."""
-    number, b, h, i0, row0, n_q = locate(cu_q_ptr, used_q_ptr, batch, heads, seqlen_q, row_tiles, VARLEN, BM)
+    those of the first `cleared` tiles are cleared here, the others by the main kernel. Behind those of all tiles stand
+    their turns (`backward_kernel.keeper`)."""
+    number = tl.program_id(0)
+    b, h, i0, row0, n_q = locate(number, cu_q_ptr, used_q_ptr, batch, heads, seqlen_q, row_tiles, VARLEN, BM)
     if FLOATS > 0:
         place = sums_ptr + number.to(tl.int64) * FLOATS
-        for n in tl.static_range(FLOATS // 1024):
-            tl.store(place + n * 1024 + tl.arange(0, 1024), tl.zeros([1024], tl.float32))
+        if number < cleared:
+            for n in tl.static_range(FLOATS // 1024):
+                tl.store(place + n * 1024 + tl.arange(0, 1024), tl.zeros([1024], tl.float32))
         tl.store(sums_ptr + tl.num_programs(0).to(tl.int64) * FLOATS + number, 0.0)
     rows = i0 + tl.arange(0, BM)
     own = rows < n_q
@@ -87,17 +94,64 @@ def fill_lines(
 
 @triton.jit
 def collect_rows(
-    sums_ptr, dq_ptr, marks_ptr, cu_q_ptr, used_q_ptr, dq_b, dq_h, dq_n, batch, heads, seqlen_q, row_tiles, size_d,
-    scale, VARLEN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    sums_ptr, dq_ptr, marks_ptr, taken_ptr, cu_q_ptr, used_q_ptr, dq_b, dq_h, dq_n, batch, heads, seqlen_q, row_tiles,
+    size_d, first, unit_rows, shares, scale, VARLEN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """See the header. 64 rows of sums are PARTS times 64 x WIDTH."""
-    number, b, h, i0, row0, n_q = locate(cu_q_ptr, used_q_ptr, batch, heads, seqlen_q, row_tiles, VARLEN, BM)
+    """See the header. Program x collects tile first + x; those after them see to SHARES shares each of the tiles before
+    `first` that the main kernel did not take: `shares` shares of each unit of `unit_rows` tiles."""
+    at = first + tl.program_id(0)
+    if taken_ptr is None:
+        collect_tile(
+            at, sums_ptr, dq_ptr, marks_ptr, cu_q_ptr, used_q_ptr, dq_b, dq_h, dq_n, batch, heads, seqlen_q, row_tiles,
+            size_d, scale, VARLEN, BM, PARTS, WIDTH)  # fmt: skip
+    else:
+        total = row_tiles * heads * (1 if VARLEN else batch)
+        own = at < total
+        start = tl.maximum(at - total, 0) * SHARES
+        most = first // unit_rows * shares
+        places = start + tl.arange(0, SHARES)
+        taken = tl.load(taken_ptr + places, mask=places < most, other=1)
+        end = start
+        if own:
+            end += 1
+        else:
+            if tl.min(taken, 0) == 0:
+                end += SHARES
+        per = tl.cdiv(unit_rows, shares)
+        for place in range(start, end):
+            unit = place // shares
+            a = tl.minimum((place - unit * shares) * per, unit_rows)
+            b = tl.minimum(a + per, unit_rows)
+            a += unit * unit_rows
+            b += unit * unit_rows
+            if own:
+                a, b = at, at + 1
+            else:
+                if place >= most:
+                    b = a
+                else:
+                    if tl.load(taken_ptr + place) != 0:
+                        b = a
+            for r in range(a, b):
+                collect_tile(
+                    r, sums_ptr, dq_ptr, marks_ptr, cu_q_ptr, used_q_ptr, dq_b, dq_h, dq_n, batch, heads, seqlen_q,
+                    row_tiles, size_d, scale, VARLEN, BM, PARTS, WIDTH)  # fmt: skip
+
+
+@triton.jit
+def collect_tile(
+    number, sums_ptr, dq_ptr, marks_ptr, cu_q_ptr, used_q_ptr, dq_b, dq_h, dq_n, batch, heads, seqlen_q, row_tiles,
+    size_d, scale, VARLEN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One tile of dq. 64 rows of sums are PARTS times 64 x WIDTH."""
+    b, h, i0, row0, n_q = locate(number, cu_q_ptr, used_q_ptr, batch, heads, seqlen_q, row_tiles, VARLEN, BM)
     tensor_b = 0 if VARLEN else b
     bad = 0
     for part in tl.static_range(BM // 64 * PARTS):
         rows = i0 + part // PARTS * 64 + tl.arange(0, 64)
         places = dq_ptr + tensor_b * dq_b + h * dq_h + (row0 + rows).to(tl.int64) * dq_n
-        at = sums_ptr + (number.to(tl.int64) * (BM // 64 * PARTS) + part) * (64 * WIDTH)
+        at = sums_ptr + (tl.cast(number, tl.int64) * (BM // 64 * PARTS) + part) * (64 * WIDTH)
         x = tl.load(at + tl.arange(0, 64 * WIDTH))
         bad = tl.maximum(bad, tl.max(((x - x) != 0).to(tl.int32), 0))
         # Groups of 8 columns, warps, rows, pairs of columns, rows 8 apart, columns.

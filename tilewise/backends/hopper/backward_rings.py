@@ -15,10 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.backends.hopper.forward_place import owner, sequence
 from tilewise.backends.hopper.names import tma_load, tma_store
 
-FIELDS = gl.constexpr(10)
+FIELDS = gl.constexpr(13)
 """Numbers that tell the others about the program's keys: row tiles to come, b, KV head, first key in the sequence, its
 keys, its first key in the tensor, positions of its first row and key, its rows, and how many of the row tiles come
-first because some of their pairs may be hidden."""
+first because some of their pairs may be hidden; where dq is collected on the way (`clear_and_collect`), also the
+tile's own number, and the first row tile of which dq is to be collected, and how many they are."""
 ENTRY = gl.constexpr(3)
 """Numbers that go with each row tile: its number in its head times 4, plus 2 if PARTIAL; its number among all; its
 head."""
@@ -284,7 +285,8 @@ def _add_text(n):
 
 
 @gluon.constexpr_function
-def _add_constraints(n):
+def add_constraints(n):
+    """Of an assembler text with n floats in and out and an address."""
     return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["l"] * n)
 
 
@@ -297,5 +299,5 @@ def add_fragments(ptr, x, N: gl.constexpr):
     thread = ((row // 16) * 512 + (row % 8) * 64)[:, None] + ((col % 8 // 2) * 16)[None, :]
     where = thread.to(gl.int64) + ptr.to(gl.int64, bitcast=True)
     asm: gl.constexpr = _add_text(N)
-    constraints: gl.constexpr = _add_constraints(N)
+    constraints: gl.constexpr = add_constraints(N)
     gl.inline_asm_elementwise(asm, constraints, [x, where], dtype=gl.float32, is_pure=False, pack=N)

@@ -93,7 +93,7 @@ def produce(
         mixed = cut >= 0
     partial = same(gl.where(mixed, count, partial))
     about = (count, b, g, j0, n_k, key0, q_offset, k_offset, n_q, partial)
-    for f in gl.static_range(FIELDS):
+    for f in gl.static_range(10):
         put(about_s, kv * FIELDS + f, about[f])
     tb = 0 if VARLEN else b
     full = kv_full.index(kv)

@@ -14,6 +14,11 @@ WIDEST_HALVES = 128
 LONG = 4096
 """Rows from which a third tile of rows in shared memory is worth more than a second tile of keys; masks hide half."""
 
+AHEAD = 4096
+"""Rows from which sums of dq are cleared and collected on the way. At head dimension 128, and where walks are shorter,
+what that costs between two tiles of keys is as much as it saves."""
+
+
 class BackwardPlan(NamedTuple):
     """d, dv: head dimensions of the kernels, filled up with zeros. width: columns of a chunk where tiles are cut.
     swizzle: KV heads whose tiles run abreast. adds: dq is added up in memory, else it has a kernel of its own; ordered:
@@ -90,6 +95,50 @@ def plan_backward(problem: Problem) -> BackwardPlan:
         swizzle = abreast(-(-walk // rows), spec.keep is not None)
     second = 32 if 64 < max(s.head_dim, s.head_dim_v) <= 96 else 0
     return BackwardPlan(d, dv, 64, swizzle, narrow, ordered, rows, stages, keys, second)
+
+
+class Way(NamedTuple):
+    """How dq's sums are cleared and collected. ahead: on the way, in the main kernel: with each tile of keys a share of
+    the sums of the KV head `lead` heads on is cleared, and one of the head `lag` heads back, if all has been added to
+    it, becomes dq; what lies before and after them is left to the kernels around it. unit_rows: row tiles of a KV
+    head's rows; key_tiles: its tiles of keys."""
+
+    ahead: bool
+    lead: int
+    lag: int
+    units: int
+    unit_rows: int
+    key_tiles: int
+    swizzle: int
+
+    @property
+    def first_left(self) -> int:
+        """The first row tile that the main kernel leaves."""
+        return max(self.units - self.lag, 0) * self.unit_rows
+
+    @property
+    def counters(self) -> tuple[int, int, int]:
+        """Sections of heads whose tiles run abreast, twice, and shares that may be taken; none is empty."""
+        sections = -(-self.units // self.swizzle)
+        return (sections, sections, max(self.shares, 1)) if self.ahead else (1, 1, 1)
+
+    @property
+    def shares(self) -> int:
+        """Shares that the main kernel may take."""
+        return max(self.units - self.lag, 0) * self.key_tiles
+
+
+def way_of(problem: Problem, sms: int) -> Way:
+    """The way of a problem on a device of so many multiprocessors, which draw tiles in order."""
+    s, plan = problem.shape, plan_backward(problem)
+    packed = problem.options.layout == "varlen"
+    units = s.num_heads_kv * (1 if packed else s.batch)
+    key_tiles, row_tiles = -(-s.seqlen_k // 128), -(-s.seqlen_q // plan.rows)
+    # Tiles of so many heads are under way at once, or just done.
+    running = -(-sms // key_tiles)
+    lead, lag = plan.swizzle + 2 * running, plan.swizzle + 3 * running
+    ahead = plan.rows == 128 and not plan.ordered and not packed and s.seqlen_q >= AHEAD and lead < units
+    return Way(ahead, lead, lag, units, max(problem.group, 1) * row_tiles, key_tiles, plan.swizzle)
 
 
 def describe_backward(problem: Problem) -> str:

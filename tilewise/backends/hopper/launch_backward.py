@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tilewise.backends.hopper.backward_tiles import plan_backward
+from tilewise.backends.hopper.backward_tiles import plan_backward, way_of
 from tilewise.backends.hopper.compile import GluonLauncher, descriptor_type, shared_layout
 from tilewise.backends.hopper.descriptors import readable
 from tilewise.backends.hopper.repeat_backward import Own, Tape, kind_of, outside, remember, tapes
@@ -52,16 +52,21 @@ _TENSORS = (
 )  # fmt: skip
 _NUMBERS = (
     *_PLACES, "dk_b:i64", "dk_h:i64", "dk_n:i64", "dv_b:i64", "dv_h:i64", "dv_n:i64", "batch",
-    "heads", "group", "seqlen_q", "seqlen_k", "row_tiles", "key_tiles", "swizzle", "q_offset", "k_offset", "size_d",
-    "size_dv", "scale:fp32",
+    "heads", "group", "seqlen_q", "seqlen_k", "row_tiles", "key_tiles", "swizzle",
 )  # fmt: skip
+_LAST = ("q_offset", "k_offset", "size_d", "size_dv", "scale:fp32")
 HALVES = Entry(
     "halves", "tilewise.backends.hopper.backward_kernel", "halves_program",
-    (*_TENSORS, "dq_ptr", "marks_ptr", "counter_ptr", "turns_ptr", *_NUMBERS), (),
-    ("HAS_MASK", "HAS_TERMS", "BM", "D", "D2", "ST", "KV", *_FLAGS, "ADD", "ORDER", "WORKER", "LOADER"),
+    (
+        *_TENSORS, "dq_desc", "dq_ptr", "marks_ptr", "counter_ptr", "turns_ptr", "clear_ptr", "done_ptr", "taken_ptr",
+        *_NUMBERS, "lead", "lag", *_LAST,
+    ),
+    (),
+    ("HAS_MASK", "HAS_TERMS", "BM", "D", "D2", "ST", "KV", *_FLAGS, "ADD", "ORDER", "WORKER", "LOADER", "AHEAD"),
 )  # fmt: skip
 ROLES = Entry(
-    "roles", "tilewise.backends.hopper.backward_roles", "roles_program", (*_TENSORS, "marks_ptr", *_NUMBERS), (),
+    "roles", "tilewise.backends.hopper.backward_roles", "roles_program",
+    (*_TENSORS, "marks_ptr", *_NUMBERS, *_LAST), (),
     ("HAS_MASK", "HAS_TERMS", "NC", "NV", "W", "ST", *_FLAGS, "WORKER", "LOADER"),
 )  # fmt: skip
 ROWS = Entry(
@@ -112,9 +117,10 @@ class HopperCall(Call):
         if self.varlen:
             self.tape.own = [Own(self.m, math.inf), Own(self.low, 0.0), Own(self.delta, 0.0)]
         self.plan = plan_backward(self.problem)
-        heads = self.marks.numel()
-        room = self.tape.keep(self.marks.new_zeros(heads + 1), 0.0)
-        self.marks, self.counter = room[:heads], room[heads:]
+        self.way = way_of(self.problem, machine_of(self.device).sms)
+        parts = (self.marks.numel(), 1, *self.way.counters)
+        room = self.tape.keep(self.marks.new_zeros(sum(parts)), 0.0)
+        self.marks, self.counter, *self.signs = room.split(parts)
 
     # ---- memory and launches, which the tape notes ---------------------------------------------------------
 
@@ -135,7 +141,7 @@ class HopperCall(Call):
     # ---- around the main kernels ---------------------------------------------------------------------------
 
     def fill_lines(self, floats: int) -> Lines:
-        """m, low and delta of every row, and as tiles; floats: sums of a tile."""
+        """m, low and delta of every row, and as tiles; floats: sums of a tile, cleared unless the main kernel does."""
         from tilewise.backends.hopper.backward_line_kernels import fill_lines
 
         s, tiles = self.problem.shape, line_tiles(self.problem)
@@ -149,7 +155,8 @@ class HopperCall(Call):
             out, self.own_do, self.lse, self.dlse, *self.rows, m, delta, sums, self.marks, *self.places[3:4],
             self.places[5], self.places[4], self.places[6], *strides, *self.line_strides(self.lse),
             *self.line_strides(self.dlse), s.batch, s.num_heads_q, s.seqlen_q, s.seqlen_k, tiles, s.head_dim_v,
-            FEW_KEYS, LARGE[self.problem.dtype],
+            FEW_KEYS, min(self.way.lead * self.way.unit_rows, count) if self.way.ahead else count,
+            LARGE[self.problem.dtype],
         )  # fmt: skip
         names = fill_lines.arg_names[: len(values)]
         kinds = {n: "i64" for n in names if n[-2:] in ("_b", "_h", "_n")} | {"limit": "fp32"}
@@ -180,15 +187,16 @@ class HopperCall(Call):
         super().launch(entry, tiles, grid, values, registers, **constants)
         self.start(kernel_launcher(*self.ahead[0]), grid, (*values, *self.data))
 
-    def collect(self, lines: Lines, parts: int, width: int) -> Tensor:
-        """dq from its sums."""
-        from tilewise.backends.hopper.backward_line_kernels import collect_rows
+    def collect(self, lines: Lines, dq: Tensor, parts: int, width: int) -> None:
+        """dq from its sums, where the main kernel did not make it."""
+        from tilewise.backends.hopper.backward_line_kernels import SHARES, collect_rows
 
-        s, dq = self.problem.shape, self._gradient(self.inputs.q)
+        s, way = self.problem.shape, self.way
         strides = keyed_strides(self.problem, dq)
+        first, taken = (way.first_left, self.signs[2]) if way.ahead else (0, None)
         values = (
-            lines.sums, dq, self.marks, self.places[3], self.places[5], *strides, s.batch, s.num_heads_q, s.seqlen_q,
-            lines.tiles, s.head_dim, self.inputs.scale,
+            lines.sums, dq, self.marks, taken, self.places[3], self.places[5], *strides, s.batch, s.num_heads_q,
+            s.seqlen_q, lines.tiles, s.head_dim, first, way.unit_rows, way.key_tiles, self.inputs.scale,
         )  # fmt: skip
         names = collect_rows.arg_names[: len(values)]
         kinds = {"dq_b": "i64", "dq_h": "i64", "dq_n": "i64", "scale": "fp32"}
@@ -196,15 +204,17 @@ class HopperCall(Call):
             types_of(names, values, kinds), (0, 1),
             (("VARLEN", self.varlen), ("BM", self.plan.rows), ("PARTS", parts), ("WIDTH", width)), 4, 1,
         )  # fmt: skip
-        units = s.num_heads_q * (1 if self.varlen else s.batch)
-        self.start(plain_launcher(collect_rows, build, self.device), lines.tiles * units, values)
-        return dq
+        heads = s.num_heads_q * (1 if self.varlen else s.batch)
+        shares = -(-way.shares // SHARES.value) if way.ahead else 0
+        grid = lines.tiles * heads - first + shares
+        self.start(plain_launcher(collect_rows, build, self.device), grid, values)
 
     # ---- the main kernels ----------------------------------------------------------------------------------
 
-    def keys(self, lines: Lines, add: bool) -> tuple[Tensor, Tensor]:
-        """dk and dv; add: and the sums of dq."""
-        s, plan, x = self.problem.shape, self.plan, self.inputs
+    def keys(self, lines: Lines, dq: Tensor | None) -> tuple[Tensor, Tensor]:
+        """dk and dv, and the sums of dq, if it is given; on the way, some of dq."""
+        s, plan, x, way = self.problem.shape, self.plan, self.inputs, self.way
+        ahead = dq is not None and way.ahead
         dk, dv = self._gradient(x.k), self._gradient(x.v)
         narrow = plan.narrow
         rows, width = (128, plan.d) if narrow else (64, plan.width)
@@ -214,11 +224,14 @@ class HopperCall(Call):
             self.box(x.q, plan.rows, width), self.box(self.own_do, plan.rows, width), self.box(x.k, rows, width),
             self.box(x.v, 64, width), line_box(lines.m, plan.rows), line_box(lines.delta, plan.rows),
             self.box(dk, 64, width), self.box(dv, 64, width), dk, dv,
-            *((lines.sums, self.marks, self.counter, lines.turns) if narrow else (self.marks,)), *self.places[1:],
-            *keyed_strides(self.problem, dk), *keyed_strides(self.problem, dv), *self.sizes, lines.tiles, key_tiles,
-            plan.swizzle, _number(x.q_offset), _number(x.k_offset), s.head_dim, s.head_dim_v, x.scale,
+            *((self.box(dq if ahead else dk, 64, 64), lines.sums) if narrow else ()), self.marks,
+            *((self.counter, lines.turns, *self.signs) if narrow else ()),
+            *self.places[1:], *keyed_strides(self.problem, dk), *keyed_strides(self.problem, dv), *self.sizes,
+            lines.tiles, key_tiles, plan.swizzle, *((way.lead, way.lag) if narrow else ()), _number(x.q_offset),
+            _number(x.k_offset), s.head_dim, s.head_dim_v, x.scale,
         )  # fmt: skip
-        constants = self.flags() | plan.key_constants() | {"ADD": add, "ORDER": add and plan.ordered}
+        adds = {"ADD": dq is not None, "ORDER": dq is not None and plan.ordered, "AHEAD": ahead}
+        constants = self.flags() | plan.key_constants() | adds
         grid = units * key_tiles
         if narrow:
             grid = min(grid, machine_of(self.device).sms)
@@ -355,10 +368,10 @@ def backward(
         call.own_do = call.do.to(problem.dtype).contiguous()
     leaves = LeafGradients(call, sites, needs)
     lines = call.fill_lines(plan.rows * plan.d if add else 0)
-    dk, dv = call.keys(lines, add)
-    dq = None
-    if add:
-        dq = call.collect(lines, *plan.sums)
+    dq = call._gradient(inputs.q) if add else None
+    dk, dv = call.keys(lines, dq)
+    if dq is not None:
+        call.collect(lines, dq, *plan.sums)
     elif own_rows:
         dq = call.row_tiles(lines)
     dk, dv, _ = call.key_gradients((), (dk, dv))
