@@ -27,7 +27,9 @@ on_gpu = pytest.mark.skipif(
 N = 300
 
 
-def _call(d: int, d_v: int, mask=None, scores=(), packed=False, deterministic=False, n: int = N):
+def _call(
+    d: int, d_v: int, mask=None, scores=(), packed=False, deterministic=False, n: int = N, batch: int = 1
+):  # fmt: skip
     """(problem, inputs, saved, grads, needs) of a call on tensors of the processor, of which no number is read."""
     term_mask, terms = as_mask(mask), as_terms(scores)
     spec = AttentionSpec.parse(spec_text(term_mask, terms, False, False))
@@ -35,17 +37,19 @@ def _call(d: int, d_v: int, mask=None, scores=(), packed=False, deterministic=Fa
     heads, cu = (4, 2), torch.tensor([0, 100, n], dtype=torch.int32)
 
     def make(h: int, width: int) -> torch.Tensor:
-        return torch.zeros((n, h, width) if packed else (1, h, n, width), dtype=torch.bfloat16)
+        return torch.zeros((n, h, width) if packed else (batch, h, n, width), dtype=torch.bfloat16)
 
     tables = {"cu_seqlens_q": cu, "cu_seqlens_k": cu} if packed else {}
     q, k, v, out = make(heads[0], d), make(heads[1], d), make(heads[1], d_v), make(heads[0], d_v)
     options = Options(layout="varlen" if packed else "dense", deterministic=deterministic)
-    problem = Problem(spec, options, Shape(2 if packed else 1, *heads, n, n, d, d_v), torch.bfloat16, "cuda")
+    problem = Problem(
+        spec, options, Shape(2 if packed else batch, *heads, n, n, d, d_v), torch.bfloat16, "cuda"
+    )
     inputs = Inputs(
         q, k, v, tuple(x for t in found for x in t.leaves), tuple(n for t in found for n in t.ints),
         tuple(x for t in found for x in t.floats), None, 0.1, 0.0, 0, 0, None, 0, n, n, **tables,
     )  # fmt: skip
-    lse = torch.zeros((heads[0], n) if packed else (1, heads[0], n))
+    lse = torch.zeros((heads[0], n) if packed else (batch, heads[0], n))
     return problem, inputs, (out, lse), (out.clone(), None), Needs(leaves=(False,) * len(inputs.leaves))
 
 
@@ -94,6 +98,7 @@ VARIANTS = {
     "long-128": (128, 128, {"n": 4096}),
     "plain-64": (64, 64, {}),
     "causal-packed-64": (64, 64, {"mask": tw.causal(), "packed": True}),
+    "many-heads-64": (64, 64, {"n": 4096, "batch": 3}),
     "softcap-64": (64, 64, {"scores": tw.softcap(20.0)}),
     "causal-256": (256, 256, {"mask": tw.causal()}),
     "plain-192-128": (192, 128, {}),
@@ -116,6 +121,8 @@ def test_kernels_compile_without_waits(name: str, builds: list) -> None:
     d, d_v, options = VARIANTS[name]
     assert backward(*_call(d, d_v, **options)) is not None
     assert len(builds) == (2 if max(d, d_v) > 128 else 1)  # of wide heads dk and dv, and dq apart
+    if name == "many-heads-64":
+        assert dict(builds[0][1].constants)["AHEAD"]
     for build in builds:
         said = _assembled(*build)
         assert "C75" not in said, said
