@@ -28,7 +28,7 @@ N = 300
 
 
 def _call(
-    d: int, d_v: int, mask=None, scores=(), packed=False, deterministic=False, n: int = N, batch: int = 1
+    d: int, d_v: int, mask=None, scores=(), packed=False, deterministic=False, n: int = N, *, batch: int = 1
 ):  # fmt: skip
     """(problem, inputs, saved, grads, needs) of a call on tensors of the processor, of which no number is read."""
     term_mask, terms = as_mask(mask), as_terms(scores)

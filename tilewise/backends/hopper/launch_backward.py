@@ -224,7 +224,7 @@ class HopperCall(Call):
             self.box(x.q, plan.rows, width), self.box(self.own_do, plan.rows, width), self.box(x.k, rows, width),
             self.box(x.v, 64, width), line_box(lines.m, plan.rows), line_box(lines.delta, plan.rows),
             self.box(dk, 64, width), self.box(dv, 64, width), dk, dv,
-            *((self.box(dq if ahead else dk, 64, 64), lines.sums) if narrow else ()), self.marks,
+            *((self.box(dk if dq is None or not ahead else dq, 64, 64), lines.sums) if narrow else ()), self.marks,
             *((self.counter, lines.turns, *self.signs) if narrow else ()),
             *self.places[1:], *keyed_strides(self.problem, dk), *keyed_strides(self.problem, dv), *self.sizes,
             lines.tiles, key_tiles, plan.swizzle, *((way.lead, way.lag) if narrow else ()), _number(x.q_offset),
