@@ -228,8 +228,11 @@ def _tiles(
 
 
 def _alone(problem: Problem, masked: bool, block_m: int, units: int, machine: Machine) -> bool:
-    """Whether one program for each multiprocessor is best: 16 rows without masks, long runs of neighbouring keys."""
+    """Whether one program for each multiprocessor is best: 8 rows without masks, long runs of neighbouring keys."""
     if block_m > 16 or problem.options.batch_invariant or problem.kv_dtype != problem.dtype:
+        return False
+    # Of 16 rows what every warp keeps, and merges at the end, costs more than waiting for each other.
+    if problem.shape.seqlen_q * problem.group > 8:
         return False
     if masked or problem.spec.score is not None or units > machine.sms:
         return False
