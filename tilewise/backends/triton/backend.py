@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,14 +28,19 @@ LARGEST_GRID = 2**31 - 1
 
 @functools.lru_cache(maxsize=1)
 def _triton() -> tuple[int, ...] | None:
-    """Version of Triton, or None where there is none."""
-    try:
-        if importlib.util.find_spec("triton") is None:
+    """Version of Triton, or None where there is none. It is not imported where it has compiled before."""
+    from tilewise.backends.triton import shelf
+
+    version = shelf.version() if "triton" not in sys.modules and shelf.proven() else None
+    if version is None:
+        try:
+            if importlib.util.find_spec("triton") is None:
+                return None
+            import triton
+        except Exception:  # a finder or an import that raises means missing
             return None
-        import triton
-    except Exception:  # a finder or an import that raises means missing
-        return None
-    return tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:2])
+        version = triton.__version__
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 
 def _interpreting() -> bool:

@@ -7,6 +7,8 @@ call compiles for a target without a device.
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -119,10 +121,11 @@ class Interpreted:
 
 
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1)."""
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
+    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1); Triton is not imported for the answer."""
+    loaded = sys.modules.get("triton.knobs")
+    if loaded is not None:
+        return bool(loaded.runtime.interpret)
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def launcher(kernel: Any, build: Build, device: int) -> Launcher | Interpreted:

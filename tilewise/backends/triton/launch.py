@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tilewise.backends.triton.compile import Build, interpreting, launcher, types_of
+from tilewise.backends.triton import shelf, stored
+from tilewise.backends.triton.compile import Build, Launcher, interpreting, launcher, types_of
 from tilewise.backends.triton.layout import BLOCK, Slots
-from tilewise.backends.triton.source import Entry, module_of
+from tilewise.backends.triton.machine import machine_of
+from tilewise.backends.triton.source import Entry, module_of, text_of
 from tilewise.spec.dropout import keep_threshold
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
     from tilewise.problem import Problem
 
+KEPT = frozenset({"forward", "again"})
+"""Kernels kept between processes: those whose launches without Triton were compared with its own on an H200."""
 _lock = threading.Lock()
 _launchers: dict[tuple[object, ...], Future[Any]] = {}
 
@@ -47,8 +51,28 @@ class Wanted(NamedTuple):
         return self.problem.spec.text, self.slots, self.entry.name, self.build, self.device
 
     def make(self) -> Any:
-        module = module_of(self.problem.spec, self.slots, self.entries)
-        return launcher(getattr(module, self.entry.name), self.build, self.device)
+        """Its launcher: of the binary that an earlier process kept, else compiled, and then kept."""
+        name = self._kept_as()
+        found: Any = stored.load(name, self.build, self.device) if name else None
+        if found is None:
+            module = module_of(self.problem.spec, self.slots, self.entries)
+            found = launcher(getattr(module, self.entry.name), self.build, self.device)
+            if isinstance(found, Launcher) and name:
+                shelf.keep(name, found.compiled)
+        return found
+
+    def _kept_as(self) -> str:
+        """The name under which its binary is kept; empty where none is."""
+        if (
+            self.entry.name not in KEPT
+            or interpreting()
+            or torch.version.hip
+            or not torch.cuda.is_available()
+        ):
+            return ""
+        machine = machine_of(self.device)
+        text = text_of(self.problem.spec, self.slots, self.entries)
+        return shelf.name_of(text, self.entry.name, self.build, machine.arch)
 
 
 def kernel_launcher(

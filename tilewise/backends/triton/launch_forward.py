@@ -10,6 +10,7 @@ import torch
 
 from tilewise.backends.triton import tiles as choice
 from tilewise.backends.triton.compile import Build, interpreting, types_of
+from tilewise.backends.triton.descriptors import descriptor_type
 from tilewise.backends.triton.launch import (
     Wanted,
     dropout_numbers,
@@ -367,8 +368,7 @@ def _wants_tma(problem: Problem, strides: Strides, device: int) -> bool:
 
 def _descriptors(problem: Problem, inputs: Inputs, tiles: Tiles) -> tuple[Any, Any]:
     """Descriptors of k and v as (batch, head, token, d), blocks of BLOCK_N tokens."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
+    make = descriptor_type()
     found = []
     for t in (inputs.k, inputs.v):
         view = t if problem.options.layout == "dense" else t.transpose(0, 1).unsqueeze(0)
@@ -376,7 +376,7 @@ def _descriptors(problem: Problem, inputs: Inputs, tiles: Tiles) -> tuple[Any, A
         strides = [
             x if n > 1 else _still(view, d) for d, (x, n) in enumerate(zip(view.stride(), shape, strict=True))
         ]
-        found.append(TensorDescriptor(view, shape, strides, [1, 1, tiles.block_n, choice.padded(shape[3])]))
+        found.append(make(view, shape, strides, [1, 1, tiles.block_n, choice.padded(shape[3])]))
     return found[0], found[1]
 
 

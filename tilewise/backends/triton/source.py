@@ -197,6 +197,12 @@ def load_text(text: str) -> ModuleType:
 
 
 @functools.lru_cache(maxsize=512)
+def text_of(spec: AttentionSpec, slots: Slots, entries: tuple[Entry, ...]) -> str:
+    """The text of the module of a spec, a layout of its leaves and a set of kernels."""
+    return print_module(spec, slots, entries)
+
+
+@functools.lru_cache(maxsize=512)
 def module_of(spec: AttentionSpec, slots: Slots, entries: tuple[Entry, ...]) -> ModuleType:
-    """The imported module of a spec, a layout of its leaves and a set of kernels."""
-    return load_text(print_module(spec, slots, entries))
+    """That module, imported."""
+    return load_text(text_of(spec, slots, entries))
