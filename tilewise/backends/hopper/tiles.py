@@ -128,9 +128,9 @@ def choose(problem: Problem, pair: tuple[int, int], machine: Machine) -> Tiles:
     if not measured:
         return default(pair, problem.spec)
     warpgroups, block_n, stages, order, lazy, shared_out, worker, loader, limit, *more = measured
-    return Tiles(
-        warpgroups, block_n, stages, order, bool(lazy), bool(shared_out), worker, loader, limit, *more
-    )
+    held, apart = more or (0, 0)
+    flags = bool(lazy), bool(shared_out)
+    return Tiles(warpgroups, block_n, stages, order, *flags, worker, loader, limit, held, bool(apart))
 
 
 def shared_bytes(tiles: Tiles, pair: tuple[int, int]) -> int:
