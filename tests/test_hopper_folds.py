@@ -223,7 +223,9 @@ def test_divisors_become_literals():
     assert with_literals(spec, ()) is spec
 
 
-@pytest.mark.parametrize(("divisor", "word"), ((12, "mod_along("), (1000, "mod_along("), (8, "& 7"), (-5, "mod_int(")))
+@pytest.mark.parametrize(
+    ("divisor", "word"), ((12, "mod_along("), (1000, "mod_along("), (8, "& 7"), (-5, "mod_int("))
+)
 def test_a_remainder_along_columns_is_divided_once_a_row(divisor, word):
     spec, leaves = spec_of(tw.causal() & tw.custom(lambda q, k: (q - k) % divisor == 1))
     found = divisors(types.SimpleNamespace(spec=spec), types.SimpleNamespace(ints=(divisor, 1)))

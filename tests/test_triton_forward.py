@@ -360,35 +360,6 @@ def test_a_printed_module_is_a_file_that_can_be_read():
     assert Path(module.__file__).read_text(encoding="utf-8").startswith('"""Printed by Tilewise')
 
 
-def test_the_compiler_s_digest_is_computed_once(monkeypatch, tmp_path):
-    from tilewise.backends.triton import compiler_digest
-
-    (tmp_path / "compiler").mkdir()
-    code = tmp_path / "compiler" / "code.py"
-    code.write_text("1")
-    monkeypatch.setattr(compiler_digest, "folder", lambda: tmp_path)
-    asked = []
-
-    def compute():
-        asked.append(1)
-        return f"3.6-{code.read_text()}"
-
-    assert [compiler_digest.recalled(compute, "3.6", tmp_path) for _ in range(3)] == ["3.6-1"] * 3
-    assert len(asked) == 1
-    code.write_text("22")
-    assert compiler_digest.recalled(compute, "3.6", tmp_path) == "3.6-22"
-
-
-def test_triton_s_own_digest_is_recalled_as_it_is():
-    import triton
-    from triton.runtime import cache
-
-    from tilewise.backends.triton import compiler_digest
-
-    compiler_digest.recall()
-    assert cache.triton_key().startswith(triton.__version__)
-
-
 # ---- what is refused -----------------------------------------------------------------------------------------
 
 

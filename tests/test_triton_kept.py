@@ -109,7 +109,8 @@ def launched(monkeypatch):
         seen["grid"] = (config._obj.grid, config._obj.grid_y, config._obj.threads, config._obj.shared)
         return 0
 
-    def encode(at, kind, rank, address, shape, steps, box, ones, interleave, swizzle, promotion, fill):
+    def encode(at, kind, rank, address, shape, steps, box, *rest):
+        _, _, swizzle, *_ = rest  # after the element strides and the interleaving
         seen["map"] = (kind, rank, address.value, list(shape), steps[0], list(box), swizzle)
         ctypes.memset(at.value, 7, 128)
         return 0
@@ -142,3 +143,32 @@ def test_a_kernel_with_other_parameters_is_compiled_anew(here, launched):
     shelf.keep("name", _compiled())
     assert stored.load("name", BUILD._replace(types=("*bf16", "i32")), 0) is None
     assert stored.load("another", BUILD, 0) is None
+
+
+def test_the_compiler_s_digest_is_computed_once(monkeypatch, tmp_path):
+    from tilewise.backends.triton import compiler_digest
+
+    (tmp_path / "compiler").mkdir()
+    code = tmp_path / "compiler" / "code.py"
+    code.write_text("1")
+    monkeypatch.setattr(compiler_digest, "folder", lambda: tmp_path)
+    asked = []
+
+    def compute():
+        asked.append(1)
+        return f"3.6-{code.read_text()}"
+
+    assert [compiler_digest.recalled(compute, "3.6", tmp_path) for _ in range(3)] == ["3.6-1"] * 3
+    assert len(asked) == 1
+    code.write_text("22")
+    assert compiler_digest.recalled(compute, "3.6", tmp_path) == "3.6-22"
+
+
+def test_triton_s_own_digest_is_recalled_as_it_is():
+    import triton
+    from triton.runtime import cache
+
+    from tilewise.backends.triton import compiler_digest
+
+    compiler_digest.recall()
+    assert cache.triton_key().startswith(triton.__version__)

@@ -61,6 +61,7 @@ class KnownOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, numbers: Numbers, seed: None, *tensors: Tensor) -> Tensor:
         run: Any = numbers.run
+        out: Tensor
         out, lse = run(*tensors[:3], tensors[3:], True)
         ctx.numbers = numbers
         ctx.set_materialize_grads(False)
@@ -68,7 +69,7 @@ class KnownOut(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None) -> tuple:
+    def backward(ctx: Any, do: Tensor | None) -> Any:
         return Attention.backward(ctx, do, None)
 
 
@@ -188,7 +189,8 @@ def run(
         or (extra and any([t.requires_grad for t in extra]))
     ):
         if not return_lse:
-            return apply_out(found.numbers, None, q, k, v, *extra)
+            alone: Tensor = apply_out(found.numbers, None, q, k, v, *extra)
+            return alone
         out, lse = apply(found.numbers, None, q, k, v, *extra)
     else:
         out, lse = found.run(q, k, v, extra, return_lse)

@@ -119,7 +119,9 @@ def produce(
             else:
                 wanted = gl.where(mixed, 1, gl.where(it < n0 + partial, 2, 0))
                 u = gl.where((wanted == 0) & (it == n0 + partial), -1, u)
-                code = next_code(u, wanted, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM)
+                code = next_code(
+                    u, wanted, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM
+                )
             u = code // 4
             kind = cut | (code & 2)
         elif ORDER:

@@ -186,9 +186,7 @@ class Tape:
         return Gradients(*made, leaves=(None,) * self.leaves)
 
 
-def remember(
-    kind: tuple[object, ...], tape: Tape, given: Sequence[Tensor | None], found: Gradients
-) -> None:
+def remember(kind: tuple[object, ...], tape: Tape, given: Sequence[Tensor | None], found: Gradients) -> None:
     """Keep the tape of a call for others of its kind."""
     if len(tapes) >= MOST_KINDS:
         tapes.clear()
