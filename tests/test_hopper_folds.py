@@ -247,3 +247,13 @@ def test_bounds_that_leave_int32_cut_nothing():
         zero, zero, zero, (0,),
     )  # fmt: skip
     assert low <= 0 and high == 2**31 - 1
+
+
+def test_the_host_knows_how_long_a_record_is():
+    """Numbers that kernels and launches share, where a launch may not import a kernel."""
+    pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="needs Gluon")
+    from tilewise.backends.hopper import forward_place, launch_ranges
+    from tilewise.backends.triton import backward_words, launch_runs
+
+    assert forward_place.RECORD.value == launch_ranges.RECORD
+    assert backward_words.RUN.value == launch_runs.RUN

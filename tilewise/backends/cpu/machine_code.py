@@ -336,8 +336,7 @@ def _apart(function: re.Match[str]) -> str:
     head, body = function.group(0).split("\n", 1)
     if body.count("\n") < LONG:
         return function.group(0)
-    opened = head.rstrip().endswith("{")
-    return f"{head.rstrip().removesuffix('{').rstrip()} noinline {'{' if opened else ''}\n{body}"
+    return f"{head.rstrip().removesuffix('{')}noinline {{\n{body}"
 
 
 def _defined(text: str, name: str) -> str:

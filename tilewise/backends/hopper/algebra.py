@@ -20,13 +20,10 @@ Arithmetic here is that of real numbers; what is not finite is met by the kernel
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tilewise.spec import expression as ex
 from tilewise.spec.expression import Node
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 LOG2E = 1.4426950408889634
 RAW = ex._intern("var", (), "float", "raw")
@@ -63,22 +60,6 @@ class Score(NamedTuple):
     def bounded(self) -> bool:
         """Whether scores differ from their shift by at most the rate, a number of the call."""
         return self.rising and self.core.op == "tanh"
-
-
-def number(root: Node, scale: float, floats: Sequence[float]) -> float:
-    """The value of a product of literals and of numbers of the call (`Score.rising`)."""
-    known: dict[Node, float] = {}
-    for node in ex.topological(root):
-        if node.op == "const":
-            known[node] = float(node.value)  # type: ignore[arg-type]
-        elif node.op == "float_scalar":
-            known[node] = floats[int(node.value)]  # type: ignore[arg-type]
-        elif node.op == "var":
-            known[node] = scale
-        else:
-            a, b = (known[n] for n in node.args)
-            known[node] = a * b if node.op == "mul" else a / b
-    return known[root]
 
 
 def along_row(node: Node) -> bool:
@@ -258,23 +239,6 @@ def slope_in_column(node: Node) -> int:
     _linear(node, 1, found)
     signs = [sign for sign, n in found if ex.variables(n) & COLUMNS]
     return signs[0] if len(signs) == 1 else 0
-
-
-def divided_column(node: Node) -> tuple[Node, int, Node] | None:
-    """(dividend at the block's first column, its slope, divisor) of a remainder or quotient of an integer that grows or
-    falls by one from column to column; None for others.
-
-    The divisor is a positive literal that is no power of two, or a number of the call: those up to WIDEST, and those
-    below 1, are literals when a kernel is printed (`launch_forward.divisors`).
-    """
-    if node.op not in ("mod", "floordiv") or node.type != "int":
-        return None
-    dividend, number = node.args
-    sign = 1 if dividend.op == "var" and ex.variables(dividend) & COLUMNS else slope_in_column(dividend)
-    value = int(number.value) if number.op == "const" else 0  # type: ignore[arg-type]
-    if not sign or not (number.op == "int_scalar" or (value > 0 and value & (value - 1))):
-        return None
-    return at_first(dividend), sign, number
 
 
 def merge_integers(summands: list[Summand]) -> list[Summand]:

@@ -145,6 +145,18 @@ def keeper(
 
 
 @gluon.jit
+def sums_keeper(
+    turns_ptr, shared, slots, signals, turns, sizes, data, BM: gl.constexpr, D: gl.constexpr, KV: gl.constexpr,
+    HAS_MASK: gl.constexpr, ORDER: gl.constexpr,
+):  # fmt: skip
+    """The warp that sees to dq's sums: that they are added to in order, or cleared and collected on the way."""
+    if ORDER:
+        keeper(turns_ptr, slots, signals, turns, data, BM, KV, HAS_MASK)
+    else:
+        clear_and_collect(shared, slots, signals, turns, sizes, BM, D, KV)
+
+
+@gluon.jit
 def add_in_turn(dq_ptr, dq, n, w: gl.constexpr, entry_s, turns, NQ: gl.constexpr, WQ: gl.constexpr,
                 ORDER: gl.constexpr):  # fmt: skip
     """Add half of dq of row tile number n to memory: WQ of the NQ columns that there is room for."""
@@ -435,7 +447,7 @@ def halves_program(
     loads = (kv_full, q_full, q_empty, do_full, q_empty)
     shared = (dq_ptr, clear_ptr, done_ptr, taken_ptr, lead, lag)
     # Constants survive in a tuple only where it is written inside the call.
-    if ORDER:
+    if ORDER or AHEAD:
         gl.warp_specialize([
             (half, (
                 0, dk_out, dv_out, dq_desc, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data,
@@ -446,20 +458,7 @@ def halves_program(
             (halves_producer, (
                 counter_ptr, shared, descs, room, slots, loads, kv_empty, sizes, tables, offsets, data, BM, D, ST, KV,
                 HAS_MASK, VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, ORDER, AHEAD)),
-            (keeper, (turns_ptr, slots, signals, turns, data, BM, KV, HAS_MASK)),
-        ], [4, 1, 1], [WORKER, LOADER, LOADER])  # fmt: skip
-    elif AHEAD:
-        gl.warp_specialize([
-            (half, (
-                0, dk_out, dv_out, dq_desc, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data,
-                BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD)),
-            (half, (
-                1, dk_out, dv_out, dq_desc, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data,
-                BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD)),
-            (halves_producer, (
-                counter_ptr, shared, descs, room, slots, loads, kv_empty, sizes, tables, offsets, data, BM, D, ST, KV,
-                HAS_MASK, VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, ORDER, AHEAD)),
-            (clear_and_collect, (shared, slots, signals, turns, sizes, BM, D, KV)),
+            (sums_keeper, (turns_ptr, shared, slots, signals, turns, sizes, data, BM, D, KV, HAS_MASK, ORDER)),
         ], [4, 1, 1], [WORKER, LOADER, LOADER])  # fmt: skip
     else:
         gl.warp_specialize([

@@ -291,13 +291,21 @@ def add_constraints(n):
 
 
 @gluon.jit
-def add_fragments(ptr, x, N: gl.constexpr):
-    """Add a warpgroup's tile of 128 N floats to memory in the order in which threads hold it, 16 bytes a thread at a
-    time: element c of group a of thread t is float (128 a + t) 4 + c. `backward_rows_kernel` reads it back."""
+def fragment_places(ptr, x):
+    """Where each thread's floats of a tile like x begin, in the order of `add_fragments`."""
     row = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
     col = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
     thread = ((row // 16) * 512 + (row % 8) * 64)[:, None] + ((col % 8 // 2) * 16)[None, :]
-    where = thread.to(gl.int64) + ptr.to(gl.int64, bitcast=True)
+    return thread.to(gl.int64) + ptr.to(gl.int64, bitcast=True)
+
+
+@gluon.jit
+def add_fragments(ptr, x, N: gl.constexpr):
+    """Add a warpgroup's tile of 128 N floats to memory in the order in which threads hold it, 16 bytes a thread at a
+    time: element c of group a of thread t is float (128 a + t) 4 + c. `backward_line_kernels.collect_tile` and
+    `backward_sums.read_fragments` read it back."""
     asm: gl.constexpr = _add_text(N)
     constraints: gl.constexpr = add_constraints(N)
-    gl.inline_asm_elementwise(asm, constraints, [x, where], dtype=gl.float32, is_pure=False, pack=N)
+    gl.inline_asm_elementwise(
+        asm, constraints, [x, fragment_places(ptr, x)], dtype=gl.float32, is_pure=False, pack=N
+    )

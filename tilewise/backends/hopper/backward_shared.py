@@ -106,8 +106,8 @@ def produce(
     turn = 0
     if not (HAS_MASK or ORDER):
         turn = (n * (BN // BM)) % gl.maximum(n_m, 1)
-    # Where additions have an order the last rows come first: under a causal mask all tiles of keys see those, and one
-    # begins as soon as the one before it has passed a tile of rows.
+    # Where additions have an order the last rows come first: if later keys are hidden, all tiles of keys see those, and
+    # one begins as soon as the one before it has passed a tile of rows.
     u = -1
     if ORDER:
         u = units

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilewise.backends.hopper.backward_rings import (
     FIELDS,
     add_constraints,
+    fragment_places,
     line_sums,
     note,
     number_here,
@@ -64,13 +65,10 @@ def _read_text(n):
 @gluon.jit
 def read_fragments(ptr, x, N: gl.constexpr):
     """A tile like x that `add_fragments` added up."""
-    row = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
-    col = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
-    thread = ((row // 16) * 512 + (row % 8) * 64)[:, None] + ((col % 8 // 2) * 16)[None, :]
-    where = thread.to(gl.int64) + ptr.to(gl.int64, bitcast=True)
     asm: gl.constexpr = _read_text(N)
     constraints: gl.constexpr = add_constraints(N)
-    return gl.inline_asm_elementwise(asm, constraints, [x, where], dtype=gl.float32, is_pure=False, pack=N)
+    places = fragment_places(ptr, x)
+    return gl.inline_asm_elementwise(asm, constraints, [x, places], dtype=gl.float32, is_pure=False, pack=N)
 
 
 @gluon.jit

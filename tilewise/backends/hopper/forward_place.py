@@ -93,6 +93,15 @@ def offset_of(offset, offset_ptr, b, default, KIND: gl.constexpr):
 
 
 @gluon.jit
+def heads_of(head, group, PACK: gl.constexpr):
+    """(KV head, first query head, last query head) of a tile; PACK: query heads in it."""
+    if PACK > 1:
+        return head, head * PACK, head * PACK + (PACK - 1)
+    else:
+        return head // group, head, head
+
+
+@gluon.jit
 def lines_of(head, tile, w, NWG: gl.constexpr, PACK: gl.constexpr, RL: gl.constexpr):
     """Rows of a warpgroup's lines, and their heads."""
     line = (tile * NWG + w) * 64 + gl.arange(0, 64, layout=RL)

@@ -4,7 +4,7 @@ that is printed for each spec. `forward_kernel`, `forward_again_shared` and `ran
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.backends.hopper.forward_place import BLOCKS
+from tilewise.backends.hopper.forward_place import BLOCKS, heads_of
 from tilewise.backends.hopper.plain import BELOW, LINES, OTHER, kinds, limits, reach, row_parts, scores, sees
 from tilewise.backends.hopper.rings import cut, here, hidden
 
@@ -18,12 +18,7 @@ def codes_of(top, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, group
     block = top - BLOCKS + gl.arange(0, BLOCKS, layout=lanes)
     j0 = block * BN
     j1 = gl.minimum(j0 + BN, n_k) - 1
-    if PACK > 1:
-        g = head
-        h0, h1 = head * PACK, head * PACK + (PACK - 1)
-    else:
-        g = head // group
-        h0, h1 = head, head
+    g, h0, h1 = heads_of(head, group, PACK)
     code = block << 10
     seen = block < 0
     # One copy of the printed code: the producer has few registers.
@@ -58,12 +53,7 @@ def next_code(j, top, codes, begin, end, b, head, tile, n_q, n_k, q_offset, k_of
 def seen_blocks(begin, end, b, head, tile, n_q, q_offset, k_offset, group, data, NWG: gl.constexpr, BN: gl.constexpr,
                 PACK: gl.constexpr):  # fmt: skip
     """begin and end narrowed to the key blocks that the comparisons of the mask leave to the rows of a tile."""
-    if PACK > 1:
-        g = head
-        h0, h1 = head * PACK, head * PACK + (PACK - 1)
-    else:
-        g = head // group
-        h0, h1 = head, head
+    g, h0, h1 = heads_of(head, group, PACK)
     i0 = tile * (64 * NWG) // PACK
     i1 = gl.minimum((tile * (64 * NWG) + 64 * NWG - 1) // PACK, n_q - 1)
     low, high = reach(i0, i1, q_offset, k_offset, b, h0, h1, g, data)

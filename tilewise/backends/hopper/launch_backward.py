@@ -344,10 +344,11 @@ def backward(
 ) -> Gradients | None:
     """All gradients that are asked for; None where the Triton backend is to make them: for tensors that the copy engine
     does not read, and leaves of another type, summed along columns, or in no order although bits must repeat."""
-    kind = kind_of(problem, inputs, saved, grads, needs)
+    given = outside(inputs, saved, grads)
+    kind = kind_of(problem, inputs, given, needs)
     tape = None if kind is None else tapes.get(kind)
     if tape is not None:
-        return tape(outside(inputs, saved, grads))
+        return tape(given)
     slots = describe(problem.spec, inputs.leaves)
     if slots is None or not readable(problem, (inputs.q, inputs.k, inputs.v)):
         return None
@@ -384,5 +385,5 @@ def backward(
     found = Gradients(dq, dk, dv, leaves.finish(), sink)
     # Tables of blocks are made from what the leaves hold.
     if kind is not None and kind not in tapes and not slots.tables:
-        remember(kind, call.tape, outside(inputs, saved, grads), found)
+        remember(kind, call.tape, given, found)
     return found

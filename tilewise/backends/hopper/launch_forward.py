@@ -20,6 +20,7 @@ from tilewise.backends.triton import launch_forward as low
 from tilewise.backends.triton.compile import POINTERS, Build
 from tilewise.backends.triton.launch import four_strides
 from tilewise.backends.triton.launch_gaps import clear_gaps
+from tilewise.backends.triton.launch_splits import combine_parts, parts_of
 from tilewise.backends.triton.layout import Slots, describe, divisors_of, powers_of
 from tilewise.backends.triton.machine import machine_of
 from tilewise.backends.triton.source import Entry, argument_types
@@ -158,13 +159,13 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
     if recipe.splits == 1:
         _run(recipe, inputs, out, lse)
         return out, lse
-    parts, part_lse = low._parts(problem, inputs, recipe.splits)
+    parts, part_lse = parts_of(problem, inputs, recipe.splits)
     if problem.options.layout == "varlen":  # tokens that belong to no sequence, or lie past its used length
         clear_gaps(problem, inputs, out, lse)
         parts.zero_()
         part_lse.fill_(-math.inf)
     _run(recipe, inputs, parts, part_lse)
-    low._combine(problem, inputs, (parts, part_lse), (out, lse))
+    combine_parts(problem, inputs, (parts, part_lse), (out, lse))
     return out, lse
 
 
@@ -242,7 +243,7 @@ def make_recipe(problem: Problem, inputs: Inputs) -> Recipe | None:
     out, lse_strides = result, (0, 0 if varlen else s.num_heads_q * s.seqlen_q, s.seqlen_q)
     out_strides: tuple[int, ...] = (0, *four_strides(problem, out))
     if plan.splits > 1:
-        out, lse = low._parts(problem, inputs, plan.splits)
+        out, lse = parts_of(problem, inputs, plan.splits)
         out_strides, lse_strides = out.stride(), lse.stride()[:3]
     by_tiles = plan.splits == 1 and out.dtype == problem.dtype and readable(problem, (out,))
     if out_strides[4] != 1 and s.head_dim_v > 1:

@@ -8,7 +8,6 @@ eight bytes differs, calls go on through the ordinary launcher.
 from __future__ import annotations
 
 import ctypes
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 _MAP = 128
 """Bytes of a tensor map, and of the head of the object that holds one."""
 _C_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
-_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.[a-z](\d+)[^\[,\n]*(?:\[(\d+)\])?")
 
 
 _right: dict[Any, bool] = {}
@@ -154,7 +152,7 @@ class MapsDirect:
             else:
                 number = _C_TYPES[kind](value)
                 add(ctypes.sizeof(number), ctypes.sizeof(number), bytes(number))
-        wanted = _sizes(compiled.asm["ptx"])
+        wanted = direct.parameter_sizes(compiled.asm["ptx"])
         got = [size for _, size, _ in fields]
         scratch = [getattr(compiled.metadata, f"{name}_scratch_size", 0) for name in ("global", "profile")]
         if wanted[: len(got)] != got or any(size != 8 for size in wanted[len(got) :]):
@@ -192,14 +190,6 @@ class MapsDirect:
         error = self.launch(block.config_at, self.function, block.parameters_at, None)
         if error:
             raise RuntimeError(f"the driver refused a launch, CUDA error {error}")
-
-
-def _sizes(ptx: str) -> list[int]:
-    """Sizes in bytes of a kernel's parameters."""
-    found = re.search(r"\.entry\s+\w+\s*\((.*?)\n\)", ptx, re.DOTALL)
-    if found is None:
-        raise ValueError("no entry in the kernel's PTX")
-    return [int(bits) // 8 * int(count or 1) for _, bits, count in _PARAMETER.findall(found[1])]
 
 
 class Prepared:

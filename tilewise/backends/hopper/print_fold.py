@@ -30,6 +30,27 @@ TILE = "raw, parts, i, j, q, k, j0, k0, b, h, g, scale"
 PLAIN = ("var", "const", "int_scalar", "float_scalar")
 
 
+def divided_column(node: Node) -> tuple[Node, int, Node] | None:
+    """(dividend at the block's first column, its slope, divisor) of a remainder or quotient of an integer that grows or
+    falls by one from column to column; None for others.
+
+    The divisor is a positive literal that is no power of two, or a number of the call: those up to `WIDEST` of `algebra`,
+    and those below 1, are literals when a kernel is printed (`launch_forward.divisors`).
+    """
+    if node.op not in ("mod", "floordiv") or node.type != "int":
+        return None
+    dividend, number = node.args
+    sign = (
+        1
+        if dividend.op == "var" and ex.variables(dividend) & algebra.COLUMNS
+        else algebra.slope_in_column(dividend)
+    )
+    value = int(number.value) if number.op == "const" else 0  # type: ignore[arg-type]
+    if not sign or not (number.op == "int_scalar" or (value > 0 and value & (value - 1))):
+        return None
+    return algebra.at_first(dividend), sign, number
+
+
 class FoldPrinter(TilePrinter):
     """Prints below what has a name already; rows: the nodes that `row_parts` has made."""
 
@@ -49,7 +70,7 @@ class FoldPrinter(TilePrinter):
             text = f"spread({self.emit(algebra.at_first(node))}, j - j0, {sign})"
             self.names[node] = f"t{len(self.lines)}"
             self.lines.append(f"{self.names[node]} = {text}")
-        divided = None if node in self.names else algebra.divided_column(node)
+        divided = None if node in self.names else divided_column(node)
         if divided:
             first, sign, number = divided
             text = f"{self.emit(first)}, j - j0, {sign}, {self.emit(number)}, {number.op == 'const'}"
@@ -138,10 +159,26 @@ def rising(spec: AttentionSpec) -> bool:
     return plan(spec)[0].rising
 
 
+def number(root: Node, scale: float, floats: Sequence[float]) -> float:
+    """The value of a product of literals and of numbers of the call (`Score.rising`)."""
+    known: dict[Node, float] = {}
+    for node in ex.topological(root):
+        if node.op == "const":
+            known[node] = float(node.value)  # type: ignore[arg-type]
+        elif node.op == "float_scalar":
+            known[node] = floats[int(node.value)]  # type: ignore[arg-type]
+        elif node.op == "var":
+            known[node] = scale
+        else:
+            a, b = (known[n] for n in node.args)
+            known[node] = a * b if node.op == "mul" else a / b
+    return known[root]
+
+
 def most_powers(spec: AttentionSpec, scale: float, floats: Sequence[float]) -> float | None:
     """By how many powers of two a score may differ from its shift, with a call's numbers; None if nothing bounds it."""
     score = plan(spec)[0]
-    return algebra.number(score.rate, scale, floats) if score.bounded else None
+    return number(score.rate, scale, floats) if score.bounded else None
 
 
 def print_rows(spec: AttentionSpec, slots: Slots) -> str:

@@ -11,7 +11,7 @@ and what a block's bounds are is a chain of loads that takes it as long as five 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.backends.hopper.forward_place import BLOCKS, CODES, RECORD, offset_of
+from tilewise.backends.hopper.forward_place import BLOCKS, CODES, RECORD, heads_of, offset_of
 from tilewise.backends.hopper.forward_shared import codes_of, kinds, reach
 from tilewise.backends.hopper.rings import hidden
 
@@ -36,12 +36,7 @@ def ranges_program(
     head = unit - b * heads
     q_pos = offset_of(q_offset, q_offset_ptr, b, seqlen_k - seqlen_q, Q_OFFSET)
     k_pos = offset_of(k_offset, k_offset_ptr, b, 0, K_OFFSET)
-    if PACK > 1:
-        g = head
-        h0, h1 = head * PACK, head * PACK + (PACK - 1)
-    else:
-        g = head // group
-        h0, h1 = head, head
+    g, h0, h1 = heads_of(head, group, PACK)
     last_row = gl.minimum((tile * (64 * NWG) + 64 * NWG - 1) // PACK, seqlen_q - 1)
     low, high = reach(tile * (64 * NWG) // PACK, last_row, q_pos, k_pos, b, h0, h1, g, data)
     begin = low // BN

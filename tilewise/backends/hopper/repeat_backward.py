@@ -41,22 +41,21 @@ def outside(
 
 
 def kind_of(
-    problem: Problem, inputs: Inputs, saved: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor | None],
-    needs: Needs,
-) -> tuple[object, ...] | None:  # fmt: skip
-    """What the launches of a call follow from; None where something else is done, too: leaves and sinks whose gradients
-    are wanted, and tensors that are copied first."""
-    do = grads[0]
+    problem: Problem, inputs: Inputs, given: Sequence[Tensor | None], needs: Needs
+) -> tuple[object, ...] | None:
+    """What the launches of a call on tensors `given` (see `outside`) follow from; None where something else is done,
+    too: leaves and sinks whose gradients are wanted, and tensors that are copied first."""
+    q, k, v, out, _, do, *_ = given
     if needs.sink or any(needs.leaves) or problem.spec.dropout or do.dtype != problem.dtype:
         return None
-    if not readable(problem, (inputs.q, inputs.k, inputs.v, saved[0], do)):
+    if not readable(problem, (q, k, v, out, do)):
         return None
-    tensors = tuple(
-        None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() & 15)
-        for t in outside(inputs, saved, grads)
-    )
     # Two that are one tensor are told apart from two.
-    starts = [None if t is None else t.data_ptr() for t in outside(inputs, saved, grads)]
+    starts = [None if t is None else t.data_ptr() for t in given]
+    tensors = tuple(
+        None if t is None else (t.dtype, t.shape, t.stride(), start & 15)
+        for t, start in zip(given, starts, strict=True)
+    )
     same = tuple(starts.index(x) for x in starts)
     numbers = (inputs.scale, inputs.h_offset, inputs.b_offset, inputs.ints, inputs.floats)
     offsets = tuple(x if isinstance(x, int) else None for x in (inputs.q_offset, inputs.k_offset))

@@ -23,14 +23,9 @@ def in_registers(q):
 
 
 @triton.jit
-def absorb_scores(
-    acc, m, l, s, t, tensors, g, scale,  # noqa: E741
-    FUSED: tl.constexpr, BLOCK_N: tl.constexpr, DV_PAD: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The state after tile t, whose scores are s."""
-    _k, _v, _kn, _kd, _vn, _vd, _d, _dv, _n, _k_desc, v_desc, tensor_b, key0 = tensors
-    if not FUSED:
-        s = s * scale
+def raised(m, s, scale, FUSED: tl.constexpr):
+    """(new maxima, weights of the scores s, what older weights shrink by) of rows whose maximum was m. FUSED: scores
+    are yet to be scaled."""
     m_new = tl.maximum(m, tl.max(s, 1))
     # A row that has seen no key has m = -inf: subtract 0 instead, exp2(-inf) is the 0 it should be.
     pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
@@ -41,6 +36,19 @@ def absorb_scores(
     else:
         p = tl.exp2((s - pivot[:, None]) * LOG2E)
         alpha = tl.exp2((m - pivot) * LOG2E)
+    return m_new, p, alpha
+
+
+@triton.jit
+def absorb_scores(
+    acc, m, l, s, t, tensors, g, scale,  # noqa: E741
+    FUSED: tl.constexpr, BLOCK_N: tl.constexpr, DV_PAD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state after tile t, whose scores are s."""
+    _k, _v, _kn, _kd, _vn, _vd, _d, _dv, _n, _k_desc, v_desc, tensor_b, key0 = tensors
+    if not FUSED:
+        s = s * scale
+    m_new, p, alpha = raised(m, s, scale, FUSED)
     l = l * alpha + tl.sum(p, 1)  # noqa: E741
     acc = acc * alpha[:, None]
     v = v_desc.load([tensor_b, g, key0 + t * BLOCK_N, 0]).reshape(BLOCK_N, DV_PAD)

@@ -23,8 +23,9 @@ _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
 _EARLY = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
 _C_TYPES = {"i32": ctypes.c_int32, "u32": ctypes.c_uint32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
-_ENTRY = re.compile(r"\.entry\s+\w+\s*\((.*?)\)", re.DOTALL)
-_PARAMETER = re.compile(r"\.param\s+\.(?:align\s+\d+\s+\.)?[a-z](\d+)")
+ENTRY = re.compile(r"\.entry\s+\w+\s*\(.*?\)", re.DOTALL)
+"""A kernel's name and parameters in PTX."""
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)[^\[,\n]*(?:\[(\d+)\])?")
 
 
 class _Config(ctypes.Structure):
@@ -58,15 +59,18 @@ class _Block(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1)
-def _driver() -> Any:
-    """cuLaunchKernelEx, or None where there is no such library. Arguments are objects of ctypes, which it takes
-    quickest."""
+def library() -> Any:
+    """The CUDA driver, or None where there is none."""
     try:
-        function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
-    except (OSError, AttributeError):
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
         return None
-    function.restype = ctypes.c_int
-    return function
+
+
+def _driver() -> Any:
+    """cuLaunchKernelEx, or None where there is no such function. Arguments are objects of ctypes, which it takes
+    quickest."""
+    return getattr(library(), "cuLaunchKernelEx", None)
 
 
 class Direct:
@@ -94,8 +98,9 @@ class Direct:
                 self.slots[n] = offset // 8
             offset += size
             ends.append(size)
-        rest = _parameters(launcher.compiled)[len(ends) :]
-        if _parameters(launcher.compiled)[: len(ends)] != ends or any(size != 8 for size in rest):
+        wanted = _parameters(launcher.compiled)
+        rest = wanted[len(ends) :]
+        if wanted[: len(ends)] != ends or any(size != 8 for size in rest):
             raise ValueError("the kernel's parameters are not the arguments")
         scratch = [
             getattr(launcher.compiled.metadata, name, 0)
@@ -157,9 +162,14 @@ def _config(threads: int, shared: int, early: bool) -> _Config:
 def _parameters(compiled: Any) -> list[int]:
     """Sizes in bytes of a kernel's parameters, from its PTX."""
     try:
-        found = _ENTRY.search(compiled.asm["ptx"])
+        return parameter_sizes(compiled.asm["ptx"])
     except KeyError:  # a cache that keeps binaries alone
-        found = None
+        raise ValueError("no PTX") from None
+
+
+def parameter_sizes(ptx: str) -> list[int]:
+    """Sizes in bytes of a kernel's parameters.  Raises ValueError."""
+    found = ENTRY.search(ptx)
     if found is None:
-        raise ValueError("no PTX, or no entry in it")
-    return [int(bits) // 8 for bits in _PARAMETER.findall(found[1])]
+        raise ValueError("no entry in the kernel's PTX")
+    return [int(bits) // 8 * int(count or 1) for bits, count in _PARAMETER.findall(found[0])]

@@ -14,7 +14,7 @@ Source: Dao, FlashAttention-2, 2023, algorithm 1, https://arxiv.org/abs/2307.086
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton.ahead_kernel import absorb_ahead, in_registers
+from tilewise.backends.triton.ahead_kernel import absorb_ahead, in_registers, raised
 from tilewise.backends.triton.philox import kept_tile
 from tilewise.backends.triton.words import LN2, LOG2E
 
@@ -162,16 +162,7 @@ def absorb_run(
                     classify(i0, i1, columns, columns, q_offset, k_offset, b, h0, h1, g, data) != 0
                 )
             s = tl.where(visible, s, -float("inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        # A row that has seen no key has m = -inf: subtract 0 instead, exp2(-inf) is the 0 it should be.
-        pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
-        if FUSED:
-            step = scale * LOG2E
-            p = tl.exp2(tl.fma(s, step, (-pivot * step)[:, None]))
-            alpha = tl.exp2((m - pivot) * step)
-        else:
-            p = tl.exp2((s - pivot[:, None]) * LOG2E)
-            alpha = tl.exp2((m - pivot) * LOG2E)
+        m_new, p, alpha = raised(m, s, scale, FUSED)
         l = l * alpha + tl.sum(p, 1)  # noqa: E741
         if DROPOUT:
             kept = kept_tile(q_pos, j0 + k_offset, h_word, b_word, seed, threshold, BLOCK_M, BLOCK_N)

@@ -20,8 +20,7 @@ from tilewise.backends.triton.launch import (
     precision_of,
     tables,
 )
-from tilewise.backends.triton.launch_splits import combine_parts as _combine
-from tilewise.backends.triton.launch_splits import parts_of as _parts
+from tilewise.backends.triton.launch_splits import combine_parts, parts_of
 from tilewise.backends.triton.layout import Slots, describe, fill, pairwise_dims, powers_of
 from tilewise.backends.triton.machine import machine_of
 from tilewise.backends.triton.source import Entry, argument_types
@@ -180,12 +179,12 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
             lse.fill_(-math.inf)
         _run(recipe, _own_values(recipe, inputs, out, lse), device)
         return out, lse
-    parts, part_lse = _parts(problem, inputs, recipe.splits)
+    parts, part_lse = parts_of(problem, inputs, recipe.splits)
     if problem.options.layout == "varlen":
         parts.zero_()
         part_lse.fill_(-math.inf)
     _run(recipe, _own_values(recipe, inputs, parts, part_lse), device)
-    _combine(problem, inputs, (parts, part_lse), (out, lse))
+    combine_parts(problem, inputs, (parts, part_lse), (out, lse))
     return out, lse
 
 
@@ -224,7 +223,7 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
             problem.shape.seqlen_q,
         )
     else:
-        out, lse = _parts(problem, inputs, splits)
+        out, lse = parts_of(problem, inputs, splits)
         out_strides, lse_strides = out.stride(), lse.stride()[:3]
     strides = strides_of(problem, tensors, out_strides, step)
     # Descriptors under short tiles fault (Triton 3.6 on an H200), and reading bytes needs none.

@@ -19,12 +19,12 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tilewise.backends.triton.direct import ENTRY
 from tilewise.backends.triton.source import folder
 
 if TYPE_CHECKING:
     from tilewise.backends.triton.compile import Build
 
-_ENTRY = re.compile(r"\.entry\s+\w+\s*\(.*?\)", re.DOTALL)
 _VERSION = re.compile(r"""^__version__\s*=\s*["']([^"']+)""", re.MULTILINE)
 _VARIABLES = ("TRITON_", "MLIR_", "LLVM_", "DISABLE_", "NVPTX_", "USE_IR_", "PTXAS_")
 """Beginnings of the names of variables that change what Triton compiles."""
@@ -138,7 +138,7 @@ def _kept(compiled: Any) -> Kept | None:
         for name in ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "tmem_size")
     )
     try:
-        entry = _ENTRY.search(compiled.asm["ptx"])
+        entry = ENTRY.search(compiled.asm["ptx"])
         binary = compiled.asm["cubin"]
     except KeyError:  # a cache that keeps other stages
         return None

@@ -11,8 +11,6 @@ numbers with which tensor maps are encoded.
 from __future__ import annotations
 
 import ctypes
-import functools
-import re
 import struct
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -21,29 +19,20 @@ import torch
 
 from tilewise.backends.triton import shelf
 from tilewise.backends.triton.compile import Build, Launcher
-from tilewise.backends.triton.direct import _config
+from tilewise.backends.triton.direct import _config, parameter_sizes
+from tilewise.backends.triton.direct import library as _driver
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _CODES = {"i32": "i", "u32": "I", "i64": "q", "fp32": "f"}
 _MAP = 128
-_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)[^\[,\n]*(?:\[(\d+)\])?")
 _SHARED_LIMIT, _OPTIN, _PREFER_SHARED, _STATIC = 8, 97, 1, 1
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
 CU_FUNC_CACHE_PREFER_SHARED, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES"""
 _ORDINARY_SHARED = 49152
 _PROMOTION = 2
 """CU_TENSOR_MAP_L2_PROMOTION_L2_128B"""
-
-
-@functools.lru_cache(maxsize=1)
-def _driver() -> Any:
-    """The driver's library, or None."""
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
 
 
 def _check(error: int, what: str) -> None:
@@ -70,7 +59,7 @@ class Stored(Launcher):
         self.kinds = tuple(kind for kind in build.types if kind != "constexpr")
         self.present = tuple(n for n, kind in enumerate(build.types) if kind != "constexpr")
         self.layout, self.places = _layout(self.kinds, kept)
-        self.free: list[tuple[Any, Any]] = []
+        self.free: list[tuple[Any, Any, Any]] = []
         self.maps, self.device = kept.maps, device
         with torch.cuda.device(device):
             self.function = _function(kept, device)
@@ -94,9 +83,8 @@ class Stored(Launcher):
                 flat += (encoded(value, next(maps)), *value.shape, *value.strides)
             else:
                 flat.append(value)
-        block, places = self._block()
+        block, places, config = self._block()
         self.layout.pack_into(block, 0, *flat)
-        config = _config(*self.shape)
         config.grid, config.grid_y = grid, grid_y
         config.stream = torch._C._cuda_getCurrentRawStream(self.device)
         if torch._C._cuda_getDevice() == self.device:
@@ -104,17 +92,18 @@ class Stored(Launcher):
         else:
             with torch.cuda.device(self.device):
                 error = self.launch(ctypes.byref(config), self.handle, places, None)
-        self.free.append((block, places))
+        self.free.append((block, places, config))
         _check(error, "the driver refused a launch")
 
-    def _block(self) -> tuple[Any, Any]:
-        """Room for the arguments, and the addresses in it; the driver has read them when a launch returns."""
+    def _block(self) -> tuple[Any, Any, Any]:
+        """Room for the arguments, the addresses in it, and a launch; the driver has read them when a launch returns."""
         try:
             return self.free.pop()
         except IndexError:
             block = ctypes.create_string_buffer(self.layout.size)
             start = ctypes.addressof(block)
-            return block, (ctypes.c_void_p * len(self.places))(*[start + at for at in self.places])
+            places = (ctypes.c_void_p * len(self.places))(*[start + at for at in self.places])
+            return block, places, _config(*self.shape)
 
 
 def _layout(kinds: Sequence[str], kept: shelf.Kept) -> tuple[struct.Struct, list[int]]:
@@ -133,7 +122,7 @@ def _layout(kinds: Sequence[str], kept: shelf.Kept) -> tuple[struct.Struct, list
         else:
             raise ValueError(f"an argument of type {kind}")
     sizes = [struct.calcsize("<" + code) for code in codes]
-    wanted = [int(bits) // 8 * int(count or 1) for bits, count in _PARAMETER.findall(kept.entry)]
+    wanted = parameter_sizes(kept.entry)
     rest = wanted[len(sizes) :]
     if wanted[: len(sizes)] != sizes or any(size != 8 for size in rest):
         raise ValueError("the kernel's parameters are not the arguments")
