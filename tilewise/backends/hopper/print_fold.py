@@ -34,8 +34,8 @@ def divided_column(node: Node) -> tuple[Node, int, Node] | None:
     """(dividend at the block's first column, its slope, divisor) of a remainder or quotient of an integer that grows or
     falls by one from column to column; None for others.
 
-    The divisor is a positive literal that is no power of two, or a number of the call: those up to `WIDEST` of `algebra`,
-    and those below 1, are literals when a kernel is printed (`launch_forward.divisors`).
+    The divisor is a positive literal that is no power of two, or a number of the call: those up to `algebra.WIDEST` and
+    those below 1 are literals when a kernel is printed (`launch_forward.divisors`).
     """
     if node.op not in ("mod", "floordiv") or node.type != "int":
         return None
