@@ -32,7 +32,7 @@ from tilewise.cli.machine import describe
 
 OURS = "hopper"
 CELLS = {
-    "cells": (*SECTIONS["long"], *SECTIONS["short"]),
+    "cells": (*SECTIONS["short"], *SECTIONS["long"]),
     "gqa": (*SECTIONS["grouped"], *(c for c in SECTIONS["features"] if c.name == "packed1024")),
     "deterministic": tuple(c for c in (*SECTIONS["short"], *SECTIONS["long"]) if c.d <= 128),
 }
