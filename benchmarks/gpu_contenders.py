@@ -310,6 +310,8 @@ SECTIONS: dict[str, tuple[Cell, ...]] = {
         Cell("dropout-causal", 1, 16, 16, 16384, 128, "causal", dropout=0.1),
         Cell("user-causal", 1, 16, 16, 16384, 128, "user"),
         Cell("user12-causal", 1, 16, 16, 16384, 128, "user:12"),
+        Cell("user7-causal", 1, 16, 16, 16384, 128, "user:7"),
+        Cell("user1000-causal", 1, 16, 16, 16384, 128, "user:1000"),
     ),
     "grouped": (
         Cell("gqa32/8-D128-N8192-causal", 2, 32, 8, 8192, 128, "causal"),

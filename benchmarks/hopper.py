@@ -37,7 +37,8 @@ def _cells() -> dict[str, list[Cell]]:
     plain = [c for name in ("long", "short") for c in SECTIONS[name]]
     order = {(128, 16384): 0, (128, 4096): 1, (64, 16384): 2, (256, 16384): 3, (128, 1024): 4, (64, 4096): 5}
     plain.sort(key=lambda c: order.get((c.d, c.n), 6))
-    names = ("alibi-causal", "softcap-causal", "user-causal", "user12-causal", "documents1024", "packed1024")
+    users = ("user12-causal", "user7-causal", "user1000-causal", "user-causal")
+    names = ("alibi-causal", "softcap-causal", *users, "documents1024", "packed1024")
     features = [c for c in SECTIONS["features"] if c.name in names]
     # What they are compared with, in the same run.
     beside = [c for c in plain if c.name in (PLAIN, "D128-N1024-causal")]

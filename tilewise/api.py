@@ -109,7 +109,10 @@ def attention(
         )
         key, extra = quick.key_of(q, k, v, mask, scores, sink, options)
         # Compiled code has no key, and must not see the table: torch 2.5 would compile anew whenever it grows.
-        found = None if key is None else quick.ready.get(key)
+        try:
+            found = None if key is None else quick.ready.get(key)
+        except TypeError:  # what cannot be hashed is refused below
+            key = found = None
         if found is not None:
             return quick.run(found, (q, k, v), extra, return_lse)
     written = write(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 MOST = 2048
 """Kinds of calls remembered; then all are forgotten."""
 _PLAIN = (Tensor, nn.Parameter)
+_NUMBERS = (int, type(None))
 
 # Looked up once: a call of this kind takes microseconds.
 is_compiling = torch.compiler.is_compiling
@@ -64,7 +65,6 @@ class KnownOut(torch.autograd.Function):
         out: Tensor
         out, lse = run(*tensors[:3], tensors[3:], True)
         ctx.numbers = numbers
-        ctx.set_materialize_grads(False)
         ctx.save_for_backward(seed, out, lse, *tensors)
         return out
 
@@ -95,7 +95,8 @@ def key_of(
     """(key, the call's tensors after q, k and v); the key is None for a call that always goes the long way.
 
     options: scale, q_offset, k_offset, h_offset, and the rest of the keywords that are no tensors, in a fixed order.
-    True and 1.0 equal 1 and are refused as offsets: the key holds the offsets' types.
+    True and 1.0 equal 1 and are refused as offsets: only int and None have a short way. The caller looks the key up,
+    which raises TypeError for options that cannot be hashed.
     """
     if (
         is_compiling()
@@ -121,17 +122,14 @@ def key_of(
         kind, device = "cpu", -1
     else:
         return None, ()
-    if is_autocast_enabled(kind):
+    # Without an argument it asks for cuda, and is quicker.
+    if is_autocast_enabled() if kind == "cuda" else is_autocast_enabled(kind):
         # Autocast would change nothing here; what a backend prepared only launches kernels.
         target = torch.get_autocast_dtype(kind)
         if q.dtype != target or k.dtype != target or v.dtype != target:
             return None, ()
-    try:
-        hash(options)
-    except TypeError:  # what cannot be hashed is refused on the long way
-        return None, ()
     _, q_offset, k_offset, h_offset, *_ = options
-    if isinstance(q_offset, Tensor) or isinstance(k_offset, Tensor):
+    if type(k_offset) is not int or type(h_offset) is not int or type(q_offset) not in _NUMBERS:
         return None, ()
     extra: list[Tensor] | tuple[()] = ()
     spec: Any = None
@@ -146,7 +144,7 @@ def key_of(
         return None, ()
     key = (
         *layout, q.dtype, k.dtype, v.dtype,
-        device, spec, options, type(q_offset), type(k_offset), type(h_offset), registry.version,
+        device, spec, options, registry.version,
     )  # fmt: skip
     return key, extra
 

@@ -1,4 +1,4 @@
-"""The counters from which the programs of a launch draw their tiles.
+"""The counters from which the programs of a launch draw their tiles, and memory for what nobody reads.
 
 A launch finds its counter at 0 and leaves it at 0. Launches of one stream follow one another and share a counter. A
 captured launch may be replayed beside any other, so each takes one of its own for good.
@@ -7,6 +7,7 @@ captured launch may be replayed beside any other, so each takes one of its own f
 from __future__ import annotations
 
 import threading
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,32 @@ _STEP = 8
 _pools: dict[int, Tensor] = {}
 _taken: dict[int, int] = {}
 _by_stream: dict[tuple[int, int], Tensor] = {}
+UNREAD = 1 << 14
+"""Entries of the memory, one a stream, into which short calls write an lse that nobody asked for."""
+
+
+class Places(NamedTuple):
+    """Addresses that the launches of one stream share: its counter's, and that of UNREAD float32. kept: what they lead
+    to."""
+
+    counter: int
+    unread: int
+    kept: tuple[Tensor, Tensor]
+
+
+_places: dict[tuple[int, int], Places] = {}
+
+
+def places(device: int, stream: int) -> Places:
+    """The places of a stream that captures nothing."""
+    found = _places.get((device, stream))
+    if found is None:
+        unread = kept(lambda: torch.empty(UNREAD, dtype=torch.float32, device=torch.device("cuda", device)))
+        mine = counter(device, stream)
+        found = _places.setdefault(
+            (device, stream), Places(mine.data_ptr(), unread.data_ptr(), (mine, unread))
+        )
+    return found
 
 
 def counter(device: int, stream: int) -> Tensor:

@@ -8,13 +8,14 @@ eight bytes differs, calls go on through the ordinary launcher.
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tilewise.backends.hopper.counters import counter
+from tilewise.backends.hopper.counters import UNREAD, counter, is_capturing, places
 from tilewise.backends.hopper.descriptors import DESCRIPTORS, descriptors
 from tilewise.backends.hopper.launch_forward import AT, FORWARD, Recipe, forward, make_recipe
 from tilewise.backends.triton import direct
@@ -33,7 +34,9 @@ _MAP = 128
 """Bytes of a tensor map, and of the head of the object that holds one."""
 _C_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
-
+# Looked up once: a call of this kind takes microseconds. Builds of torch without CUDA lack them.
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _right: dict[Any, bool] = {}
 """Whether a kernel was seen to give the same bits in both ways of launching it."""
 
@@ -208,16 +211,17 @@ class Prepared:
         self.direct = MapsDirect(recipe.run, recipe.types, values, recipe.grid)
         slots, leaf_at = self.direct.slots, recipe.slots.leaf_at
         self.recipe, self.others = recipe, inputs
-        self.maps = [
-            [at for n, at in self.direct.maps.items() if DESCRIPTORS[n][0] == name] for name in "qkvo"
-        ]
-        self.at = [slots[AT[name]] for name in ("out_ptr", "lse_ptr", "counter_ptr")]
+        maps = [[at for n, at in self.direct.maps.items() if DESCRIPTORS[n][0] == name] for name in "qkvo"]
+        self.q_at, self.k_at, self.v_at = map(tuple, maps[:3])
+        self.out_at = (*maps[3], slots[AT["out_ptr"]])
+        self.lse_at, self.counter_at = slots[AT["lse_ptr"]], slots[AT["counter_ptr"]]
         self.extra = [slots[len(FORWARD.arguments) + at] for at in leaf_at]
         if inputs.sink is not None:
             self.extra.append(slots[AT["sink_ptr"]])
         self.leaves, self.margin = len(leaf_at), config.sm_margin
         self.out_shape, self.out_strides = problem.out_shape, recipe.out_strides
         self.lse_shape, self.out_dtype = problem.lse_shape, problem.out_dtype
+        self.short = math.prod(problem.lse_shape) <= UNREAD
         like = torch.empty_like(inputs.q)
         self.like_q = (like.shape, like.stride(), like.dtype) == (
             self.out_shape, self.out_strides, self.out_dtype,
@@ -229,13 +233,13 @@ class Prepared:
         self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor], want_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
         """(out, lse); see `protocol.Prepared`."""
-        addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
-        fits = not (addresses[0] | addresses[1] | addresses[2]) & 15
-        if fits and extra:
-            pairs = zip(extra, self.steps, strict=False)
-            fits = not any(aligned and t.data_ptr() & 15 for t, aligned in pairs)
-            fits = fits and all(t.is_contiguous() for t in extra[self.leaves :])
-        if not fits or torch._C._cuda_getDevice() != self.index or config.sm_margin != self.margin:
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (
+            (at_q | at_k | at_v) & 15
+            or current_device() != self.index
+            or config.sm_margin != self.margin
+            or (extra and not self._reads(extra))
+        ):
             return self._elsewhere(q, k, v, extra)
         if self.like_q:
             out = torch.empty_like(q)
@@ -243,22 +247,38 @@ class Prepared:
             out = torch.empty_strided(
                 self.out_shape, self.out_strides, dtype=self.out_dtype, device=self.device
             )
-        lse = q.new_empty(self.lse_shape, dtype=torch.float32)
-        addresses.append(out.data_ptr())
+        at_out, stream, lse = out.data_ptr(), current_stream(self.index), None
+        if is_capturing():
+            at_counter, unread = counter(self.index, stream).data_ptr(), None
+        else:
+            at_counter, unread, _ = places(self.index, stream)
+        if want_lse or unread is None or not self.short:
+            lse = q.new_empty(self.lse_shape, dtype=torch.float32)
+            unread = lse.data_ptr()
         block = self.direct.block()
         words = block.words
-        for places, address in zip(self.maps, addresses, strict=True):
-            for at in places:
-                words[at] = address
-        stream = torch._C._cuda_getCurrentRawStream(self.index)
-        at_out, at_lse, at_counter = self.at
-        words[at_out], words[at_lse] = addresses[3], lse.data_ptr()
-        words[at_counter] = counter(self.index, stream).data_ptr()
-        for at, t in zip(self.extra, extra, strict=False):
-            words[at] = t.data_ptr()
+        for at in self.q_at:
+            words[at] = at_q
+        for at in self.k_at:
+            words[at] = at_k
+        for at in self.v_at:
+            words[at] = at_v
+        for at in self.out_at:
+            words[at] = at_out
+        words[self.lse_at], words[self.counter_at] = unread, at_counter
+        if extra:
+            for at, t in zip(self.extra, extra, strict=False):
+                words[at] = t.data_ptr()
         self.direct(block, stream)
         self.direct.free.append(block)
         return out, lse
+
+    def _reads(self, extra: Sequence[Tensor]) -> bool:
+        """Whether the kernel can read these leaves and this sink."""
+        pairs = zip(extra, self.steps, strict=False)
+        if any(aligned and t.data_ptr() & 15 for t, aligned in pairs):
+            return False
+        return all(t.is_contiguous() for t in extra[self.leaves :])
 
     def _elsewhere(
         self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor]
