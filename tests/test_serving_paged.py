@@ -26,7 +26,8 @@ class Model:
         self.tokens = {}
 
     def append(self, number, k, v):
-        self.tokens[number] += [(k[:, n].double(), v[:, n].double()) for n in range(k.shape[1])]
+        k, v = k.cpu().double(), v.cpu().double()
+        self.tokens[number] += [(k[:, n], v[:, n]) for n in range(k.shape[1])]
 
     def attend(self, number, q):
         """Attention of q (H, N, D), its last row at the last key, by another program in float64."""
@@ -41,16 +42,16 @@ class Model:
 def held_and_right(cache, model):
     """Every page that nobody holds is NaN, and every sequence finds its own keys and values in its own pages."""
     held = {page for number in model.tokens for page in cache.pages(number)}
+    stored_k, stored_v = cache.k[0].cpu().double(), cache.v[0].cpu().double()
     for page in set(range(cache.num_pages)) - held:
-        assert cache.k[0, page].isnan().all() and cache.v[0, page].isnan().all()
+        assert stored_k[page].isnan().all() and stored_v[page].isnan().all()
     for number, tokens in model.tokens.items():
         assert cache.length(number) == len(tokens)
         pages = cache.pages(number)
         assert len(pages) == -(-len(tokens) // cache.page_size)
         for n, (k, v) in enumerate(tokens):
             page, row = pages[n // cache.page_size], n % cache.page_size
-            assert torch.equal(cache.k[0, page, :, row].double(), k)
-            assert torch.equal(cache.v[0, page, :, row].double(), v)
+            assert torch.equal(stored_k[page, :, row], k) and torch.equal(stored_v[page, :, row], v)
     assert cache.num_free_pages == cache.num_pages - len(held)
 
 
@@ -64,8 +65,8 @@ def step(cache, model, chance):
         chosen = chance.sample(numbers, chance.randint(1, min(4, len(numbers))))
         added = 0 if action == "read" else chance.choice((1, 1, 1, 2, 5))
         rows = added or chance.randint(1, 3)
-        q = torch.randn(len(chosen), HEADS, rows, DIM)
-        k, v = torch.randn(len(chosen), HEADS_KV, rows, DIM), torch.randn(len(chosen), HEADS_KV, rows, DIM_V)
+        shapes = (HEADS, rows, DIM), (HEADS_KV, rows, DIM), (HEADS_KV, rows, DIM_V)
+        q, k, v = (torch.randn(len(chosen), *shape, device=cache.k.device) for shape in shapes)
         new = (k, v) if added else ()
         before = {n: (cache.pages(n), cache.length(n)) for n in numbers}
         try:
@@ -76,7 +77,8 @@ def step(cache, model, chance):
         for b, number in enumerate(chosen):
             if added:
                 model.append(number, k[b], v[b])
-            torch.testing.assert_close(out[b].double(), model.attend(number, q[b]), atol=1e-5, rtol=1e-5)
+            wanted = model.attend(number, q[b].cpu())
+            torch.testing.assert_close(out[b].cpu().double(), wanted, atol=1e-5, rtol=1e-5)
     elif action == "fork":
         number = chance.choice(numbers)
         length = chance.choice((None, chance.randint(0, len(model.tokens[number]))))
@@ -93,12 +95,14 @@ def step(cache, model, chance):
     return action
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_a_long_random_run_agrees_with_dictionaries(page_size):
+def random_run(page_size, steps, device="cpu"):
+    """That many random operations on an empty cache and the model, in the same order for a page size."""
     chance = random.Random(page_size)
-    cache = PagedKVCache(96 // page_size, page_size, HEADS_KV, DIM, head_dim_v=DIM_V, debug=True)
+    cache = PagedKVCache(
+        96 // page_size, page_size, HEADS_KV, DIM, head_dim_v=DIM_V, debug=True, device=device
+    )
     model, done = Model(), set()
-    for n in range(1500):
+    for n in range(steps):
         done.add(step(cache, model, chance))
         if n % 25 == 0:
             held_and_right(cache, model)
@@ -107,6 +111,11 @@ def test_a_long_random_run_agrees_with_dictionaries(page_size):
     for number in list(model.tokens):
         cache.free(number)
     assert cache.num_free_pages == cache.num_pages and cache.k.isnan().all() and cache.v.isnan().all()
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_a_long_random_run_agrees_with_dictionaries(page_size):
+    random_run(page_size, 1500)
 
 
 def grown(cache, *lengths):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_serving_paged import random_run
 
 import tilewise as tw
 from tilewise.serving import CacheView, attention_with_cache, rotate
@@ -190,6 +191,11 @@ def test_a_shared_prefix_gives_what_its_pages_give():
     out = attention_with_cache(q, view, shared_prefix=256, sink=sink, backend="triton")
     wanted = attention_with_cache(q, view, sink=sink, backend="triton")
     assert (out.float() - wanted.float()).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("page_size", (3, 16))
+def test_a_long_random_run_agrees_with_dictionaries(page_size):
+    random_run(page_size, 1000, "cuda")
 
 
 def test_the_short_way_of_a_repeated_call_reads_what_changed():
