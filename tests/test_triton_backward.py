@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import guards
 import pytest
 import torch
 
@@ -26,7 +27,7 @@ CASES = (
 FUNCTIONS = (
     "hidden_values", "visible_values_spread", "one_visible_key", "large_scores", "part_of_the_keys",
     "one_leaf_in_two_batches", "two_leaves_by_column_packed", "loads_ahead",
-    "tiles_looked_at_before", "products_used_twice",
+    "tiles_looked_at_before", "products_used_twice", "nothing_written_outside",
 )  # fmt: skip
 
 
@@ -230,6 +231,21 @@ def test_gradients_repeat_bit_by_bit(dtype: torch.dtype, device: torch.device) -
         found = torch.autograd.grad(out, inputs, do)
         first = found if first is None else first
         assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_nothing_is_written_outside(
+    dtype: torch.dtype, ahead: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients, statistics, and sums of leaves of every kind stay inside the memory made for them."""
+    from tilewise.backends.triton import launch_backward
+
+    if ahead:
+        monkeypatch.setattr(launch_backward, "TMA_WORK", 0.0)
+    found = guards.backward_written_outside(str(device), dtype)
+    assert len(found) == 8 and not any(found.values()), found
 
 
 @pytest.mark.gpu
