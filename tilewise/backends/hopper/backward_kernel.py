@@ -64,26 +64,22 @@ def halves_producer(
     kv_full = signals[0]
     total = tiles_of(sizes, VARLEN)
     t = gl.program_id(0)
-    following = t
     drawn = gl.num_programs(0)
     if ORDER or AHEAD:
         # A tile waits for those before it: programs that run have drawn them all, however few run at once.
         t = gl.atomic_add(counter_ptr, 1, sem="relaxed")
         drawn = 0
     while t < total:
-        if not ORDER:
-            following = gl.atomic_add(counter_ptr, 1, sem="relaxed") + drawn
         if AHEAD:
             await_clear(t, shared, sizes)
-        mbarrier.wait(kv_empty.index(ti % KV), ((ti // KV) & 1) ^ 1)
-        if AHEAD:
+            mbarrier.wait(kv_empty.index(ti % KV), ((ti // KV) & 1) ^ 1)
             put(slots[0], ti % KV * FIELDS + 10, t)
         n = produce(
-            t, n, ti % KV, descs, room, slots, signals, sizes, tables, offsets, data, BM, 128, 1, 1, D, ST, HAS_MASK,
-            VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, ORDER)  # fmt: skip
-        if ORDER:
-            following = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-        t = following
+            t, n, ti % KV, descs, room, slots, signals, kv_empty.index(ti % KV), ((ti // KV) & 1) ^ 1, sizes, tables,
+            offsets, data, BM, 128, 1, 1, D, ST, HAS_MASK, VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET,
+            ORDER)  # fmt: skip
+        # Drawn late: a program that draws while it has much to do takes from those that soon have nothing.
+        t = gl.atomic_add(counter_ptr, 1, sem="relaxed") + drawn
         ti += 1
     mbarrier.wait(kv_empty.index(ti % KV), ((ti // KV) & 1) ^ 1)
     put(slots[0], ti % KV * FIELDS, -1)

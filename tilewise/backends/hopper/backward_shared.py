@@ -58,13 +58,13 @@ def code_before(u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, dat
 
 @gluon.jit
 def produce(
-    t, n0, kv, descs, room, slots, signals, sizes, tables, offsets, data, BM: gl.constexpr, BN: gl.constexpr,
-    NC: gl.constexpr, NV: gl.constexpr, W: gl.constexpr, ST: gl.constexpr, HAS_MASK: gl.constexpr, VARLEN: gl.constexpr,
-    USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr,
+    t, n0, kv, descs, room, slots, signals, free, phase, sizes, tables, offsets, data, BM: gl.constexpr,
+    BN: gl.constexpr, NC: gl.constexpr, NV: gl.constexpr, W: gl.constexpr, ST: gl.constexpr, HAS_MASK: gl.constexpr,
+    VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr,
     ORDER: gl.constexpr,
 ):  # fmt: skip
-    """One warp: loads tile t of keys into place kv, finds its row tiles and loads them, and tells the consumers; n0 row
-    tiles came before. Returns how many have come."""
+    """One warp: loads tile t of keys into place kv, which is free when `free` is past `phase`, finds its row tiles and
+    loads them, and tells the consumers; n0 row tiles came before. Returns how many have come."""
     q_desc, do_desc, k_desc, v_desc, m_desc, delta_desc = descs
     q_s, do_s, k_s, v_s, m_s, delta_s = room
     about_s, entry_s = slots
@@ -78,13 +78,17 @@ def produce(
     n_m = gl.cdiv(n_q, BM)
     units = gl.where(j0 < n_k, n_m * group, 0)
     cut = (j0 + BN > n_k).to(gl.int32) * 2
-    count, partial = units, 0
+    count, partial, start = units, 0, -1
     if HAS_MASK:
         count = 0
+        start = units * 4
         for chunk in range(0, gl.cdiv(units, 32)):
             codes = codes_of(chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM)
             count += gl.sum((codes >= 0).to(gl.int32), 0)
             partial += gl.sum(((codes >= 0) & ((codes & 2) != 0)).to(gl.int32), 0)
+            start = gl.minimum(start, gl.min(gl.where(codes >= 0, codes, units * 4), 0))
+        # Scans begin behind what nobody sees.
+        start = same(start) // 4 - 1
     count = same(count)
     # Row tiles of which nothing is hidden come last, and are walked without asking; where additions have an order, all
     # come in theirs.
@@ -92,6 +96,8 @@ def produce(
     if ORDER and HAS_MASK:
         mixed = cut >= 0
     partial = same(gl.where(mixed, count, partial))
+    # All this is found while the others still work on the keys that lie there.
+    mbarrier.wait(free, phase)
     about = (count, b, g, j0, n_k, key0, q_offset, k_offset, n_q, partial)
     for f in gl.static_range(10):
         put(about_s, kv * FIELDS + f, about[f])
@@ -108,7 +114,7 @@ def produce(
         turn = (n * (BN // BM)) % gl.maximum(n_m, 1)
     # Where additions have an order the last rows come first: if later keys are hidden, all tiles of keys see those, and
     # one begins as soon as the one before it has passed a tile of rows.
-    u = -1
+    u = start
     if ORDER:
         u = units
     for it in range(n0, n0 + count):
@@ -118,7 +124,7 @@ def produce(
                 code = code_before(u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM)
             else:
                 wanted = gl.where(mixed, 1, gl.where(it < n0 + partial, 2, 0))
-                u = gl.where((wanted == 0) & (it == n0 + partial), -1, u)
+                u = gl.where((wanted == 0) & (it == n0 + partial), start, u)
                 code = next_code(
                     u, wanted, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM
                 )

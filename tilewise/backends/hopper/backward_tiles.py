@@ -90,7 +90,8 @@ def plan_backward(problem: Problem) -> BackwardPlan:
     walk = s.seqlen_q // (s.batch if o.layout == "varlen" else 1)
     long = d == dv == 128 and walk >= (LONG if spec.keep is None else 2 * LONG)
     stages, keys = (3, 1) if long else (2, 2)
-    swizzle = 1 if spec.keep is None else 16
+    # Of a group, one program walks all heads: the fewer abreast, the fewer rows of how many heads are on their way.
+    swizzle = 1 if spec.keep is None else 4 if problem.group > 1 and walk >= LONG else 16
     if ordered:
         swizzle = abreast(-(-walk // rows), spec.keep is not None)
     second = 32 if 64 < max(s.head_dim, s.head_dim_v) <= 96 else 0
