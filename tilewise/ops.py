@@ -228,16 +228,16 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     @uncompiled
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple:
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, others: int = 2) -> tuple:
         seed, out, lse, *tensors = ctx.saved_tensors
-        needs = ctx.needs_input_grad[2:]
+        needs = ctx.needs_input_grad[others:]
         if (do is None and dlse is None) or not any(needs):
-            return (None,) * (2 + len(tensors))
+            return (None,) * (others + len(tensors))
         do = torch.zeros_like(out) if do is None else do
         refuse_old_vmap(do, dlse)
         given = (ctx.numbers, needs, seed, out.detach(), lse.detach(), do, dlse, *tensors)
         found = iter(apply(Backward, *given) if is_recorded() else Backward.forward(*given))
-        return (None, None, *(next(found) if need else None for need in needs))
+        return (*(None,) * others, *(next(found) if need else None for need in needs))
 
     @staticmethod
     @uncompiled

@@ -45,32 +45,57 @@ class Known(torch.autograd.Function):
     context is filled on the way, which saves a call of Python."""
 
     @staticmethod
-    def forward(ctx: Any, numbers: Numbers, seed: None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, numbers: Numbers, q: Tensor, k: Tensor, v: Tensor, *extra: Tensor
+    ) -> tuple[Tensor, Tensor]:
         run: Any = numbers.run
-        out, lse = run(*tensors[:3], tensors[3:], True)
+        out, lse = run(q, k, v, extra, True)
         ctx.numbers = numbers
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(seed, out, lse, *tensors)
+        ctx.save_for_backward(None, out, lse, q, k, v, *extra)
         return out, lse
 
-    backward = staticmethod(Attention.backward)
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
+        return again(ctx, do, dlse) or Attention.backward(ctx, do, dlse, 1)
 
 
 class KnownOut(torch.autograd.Function):
     """`Known` of a call whose lse nobody asked for. A second output is a third of what autograd costs."""
 
     @staticmethod
-    def forward(ctx: Any, numbers: Numbers, seed: None, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, numbers: Numbers, q: Tensor, k: Tensor, v: Tensor, *extra: Tensor) -> Tensor:
         run: Any = numbers.run
         out: Tensor
-        out, lse = run(*tensors[:3], tensors[3:], True)
+        out, lse = run(q, k, v, extra, True)
         ctx.numbers = numbers
-        ctx.save_for_backward(seed, out, lse, *tensors)
+        ctx.save_for_backward(None, out, lse, q, k, v, *extra)
         return out
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None) -> Any:
-        return Attention.backward(ctx, do, None)
+        return again(ctx, do, None) or Attention.backward(ctx, do, None, 1)
+
+
+def again(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...] | None:
+    """What `Attention.backward` gives, by a backend that made a backward like this one before; None: the long way."""
+    backward = getattr(ctx.numbers.run, "backward", None)
+    if (
+        backward is None
+        or is_compiling()
+        or is_grad_enabled()
+        or type(do) not in _PLAIN
+        or (dlse is not None and type(dlse) not in _PLAIN)
+        or transforms_active()
+        or len_dispatch_stack()
+        or forward_ad._current_level >= 0
+        or is_lazy(do)
+        or (dlse is not None and is_lazy(dlse))
+    ):
+        return None
+    _, out, lse, *tensors = ctx.saved_tensors
+    found = backward(tensors, (out, lse), (do, dlse), ctx.needs_input_grad[1:])
+    return None if found is None else (None, *found)
 
 
 # Without a transform's binding of arguments (`ops.apply`).
@@ -187,9 +212,9 @@ def run(
         or (extra and any([t.requires_grad for t in extra]))
     ):
         if not return_lse:
-            alone: Tensor = apply_out(found.numbers, None, q, k, v, *extra)
+            alone: Tensor = apply_out(found.numbers, q, k, v, *extra)
             return alone
-        out, lse = apply(found.numbers, None, q, k, v, *extra)
+        out, lse = apply(found.numbers, q, k, v, *extra)
     else:
         out, lse = found.run(q, k, v, extra, return_lse)
     return (out, lse) if return_lse else out

@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 
 _MAP = 128
 """Bytes of a tensor map, and of the head of the object that holds one."""
-_C_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 # Looked up once: a call of this kind takes microseconds. Builds of torch without CUDA lack them.
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_NOTHING = (None,) * 6
+"""Offsets and lengths among the tensors of a backward (`repeat_backward.outside`)."""
 _right: dict[Any, bool] = {}
 """Whether a kernel was seen to give the same bits in both ways of launching it."""
 
@@ -153,9 +154,9 @@ class MapsDirect:
             elif kind[0] == "*":
                 self.slots[n] = add(8, 8, bytes(8)) // 8
             else:
-                number = _C_TYPES[kind](value)
+                number = direct.C_TYPES[kind](value)
                 add(ctypes.sizeof(number), ctypes.sizeof(number), bytes(number))
-        wanted = direct.parameter_sizes(compiled.asm["ptx"])
+        wanted = direct.parameters(compiled)
         got = [size for _, size, _ in fields]
         scratch = [getattr(compiled.metadata, f"{name}_scratch_size", 0) for name in ("global", "profile")]
         if wanted[: len(got)] != got or any(size != 8 for size in wanted[len(got) :]):
@@ -210,7 +211,10 @@ class Prepared:
         values[AT["scale"]] = inputs.scale
         self.direct = MapsDirect(recipe.run, recipe.types, values, recipe.grid)
         slots, leaf_at = self.direct.slots, recipe.slots.leaf_at
-        self.recipe, self.others = recipe, inputs
+        # Nothing here may hold a tensor of the call.
+        none: Any = None
+        self.recipe, self.sunk = recipe, inputs.sink is not None
+        self.others = replace(inputs, q=none, k=none, v=none, leaves=(), sink=None)
         maps = [[at for n, at in self.direct.maps.items() if DESCRIPTORS[n][0] == name] for name in "qkvo"]
         self.q_at, self.k_at, self.v_at = map(tuple, maps[:3])
         self.out_at = (*maps[3], slots[AT["out_ptr"]])
@@ -221,13 +225,18 @@ class Prepared:
         self.leaves, self.margin = len(leaf_at), config.sm_margin
         self.out_shape, self.out_strides = problem.out_shape, recipe.out_strides
         self.lse_shape, self.out_dtype = problem.lse_shape, problem.out_dtype
-        self.short = math.prod(problem.lse_shape) <= UNREAD
+        size = math.prod(problem.lse_shape)
+        self.short, self.lse_like = size <= UNREAD, None
         like = torch.empty_like(inputs.q)
         self.like_q = (like.shape, like.stride(), like.dtype) == (
             self.out_shape, self.out_strides, self.out_dtype,
         )  # fmt: skip
         self.device, self.index = inputs.q.device, inputs.q.get_device()
+        if self.short and not is_capturing():
+            unread = places(self.index, current_stream(self.index)).kept[1]
+            self.lse_like = unread[:size].view(problem.lse_shape)
         self.steps = [layout.step > 1 for layout in recipe.slots.leaves]
+        self.tapes: dict[tuple[object, ...], Any] = {}
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor], want_lse: bool
@@ -253,7 +262,10 @@ class Prepared:
         else:
             at_counter, unread, _ = places(self.index, stream)
         if want_lse or unread is None or not self.short:
-            lse = q.new_empty(self.lse_shape, dtype=torch.float32)
+            if self.lse_like is None:
+                lse = q.new_empty(self.lse_shape, dtype=torch.float32)
+            else:  # a quarter of the time
+                lse = torch.empty_like(self.lse_like)
             unread = lse.data_ptr()
         block = self.direct.block()
         words = block.words
@@ -272,6 +284,40 @@ class Prepared:
         self.direct(block, stream)
         self.direct.free.append(block)
         return out, lse
+
+    def backward(
+        self, tensors: Sequence[Tensor], saved: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor | None],
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
+        """Gradients of q, k, v, and None for each leaf, by the tape of a backward like this one; None if there is none
+        yet, or what is given is not what the tape was made for."""
+        (do, dlse), leaves = grads, tensors[3:]
+        given = (*tensors[:3], *saved, do, dlse, *_NOTHING, *leaves)
+        starts = [t.data_ptr() for t in given if t is not None]
+        kind = (do.dtype, needs, *[None if t is None else t.stride() for t in given])
+        if self.sunk or any(needs[3:]) or any(x & 15 for x in starts) or len(set(starts)) != len(starts):
+            return None
+        tape = self.tapes.get(kind)
+        if tape is None:
+            tape = self._tape(given, needs)
+            if tape is None:
+                return None
+            self.tapes[kind] = tape
+        found = tape(given)
+        made = (found.dq, found.dk, found.dv, *found.leaves)
+        return tuple(g if need else None for g, need in zip(made, needs, strict=True))
+
+    def _tape(self, given: Sequence[Tensor | None], needs: Sequence[bool]) -> Any:
+        """The tape of a backward on these tensors, if one was made."""
+        from tilewise.backends.hopper.repeat_backward import kind_of, tapes
+        from tilewise.backends.protocol import Needs
+
+        q, k, v = given[:3]
+        leaves = given[len(given) - self.leaves :]
+        problem = self.recipe.problem.with_gradient()
+        inputs = replace(self.others, q=q, k=k, v=v, leaves=leaves)
+        kind = kind_of(problem, inputs, given, Needs(*needs[:3], tuple(needs[3:]), False))
+        return None if kind is None else tapes.get(kind)
 
     def _reads(self, extra: Sequence[Tensor]) -> bool:
         """Whether the kernel can read these leaves and this sink."""

@@ -35,14 +35,9 @@ UNREAD = 1 << 16
 
 
 @functools.lru_cache(maxsize=32)
-def _unread(device: int) -> int:
-    """Address of that memory."""
-    memory = torch.empty(UNREAD, dtype=torch.float32, device=torch.device("cuda", device))
-    _kept.append(memory)
-    return memory.data_ptr()
-
-
-_kept: list[Tensor] = []
+def _unread(device: int) -> Tensor:
+    """That memory."""
+    return torch.empty(UNREAD, dtype=torch.float32, device=torch.device("cuda", device))
 
 
 def prepare(problem: Problem, inputs: Inputs) -> Prepared | None:
@@ -86,7 +81,10 @@ class Prepared:
             self.out_shape, self.out_strides, self.out_dtype
         )  # fmt: skip
         lse_size = math.prod(self.lse_shape)
-        self.unread = _unread(self.index) if lse_size <= UNREAD else None
+        self.unread = self.lse_like = None
+        if lse_size <= UNREAD:
+            unread = _unread(self.index)
+            self.unread, self.lse_like = unread.data_ptr(), unread[:lse_size].view(self.lse_shape)
         self.aligned_leaves = [layout.step > 1 for layout in recipe.slots.leaves]
         self.others = inputs
 
@@ -111,8 +109,10 @@ class Prepared:
                 self.out_shape, self.out_strides, dtype=self.out_dtype, device=self.device
             )
         lse = None
-        if want_lse or self.unread is None:
+        if self.lse_like is None:
             lse = q.new_empty(self.lse_shape, dtype=torch.float32)
+        elif want_lse:  # quicker than by its shape
+            lse = torch.empty_like(self.lse_like)
         block = self.direct.block()
         words = block.words
         words[0], words[1], words[2] = addresses
