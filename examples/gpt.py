@@ -76,7 +76,7 @@ class Block(nn.Module):
         own = self.attention
         q, k, v = own.project(x, x, x)
         positions = torch.arange(x.shape[1], device=x.device)
-        q, k = own.attention.rotary(q, positions), own.attention.rotary(k, positions)
+        q, k = own.attention.rotary.both(q, k, positions)
         out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return own.out_proj(out.transpose(1, 2).flatten(2))
 

@@ -105,9 +105,13 @@ class Attention(nn.Module):
         if first_q is None:
             first_q = before + k.shape[2] - q.shape[2]
         assert self.rotary is not None
-        at_q = torch.arange(q.shape[2], device=q.device) + first_q
-        at_k = torch.arange(k.shape[2], device=k.device) + before + first_k
-        return self.rotary(q, at_q), self.rotary(k, at_k)
+        first_k += before
+        at_q = torch.arange(first_q, first_q + q.shape[2], device=q.device)
+        if first_k == first_q and k.shape[2] == q.shape[2] and k.device == q.device:
+            return self.rotary.both(q, k, at_q)
+        return self.rotary(q, at_q), self.rotary(
+            k, torch.arange(first_k, first_k + k.shape[2], device=k.device)
+        )
 
     def extra_repr(self) -> str:
         parts = f"mask={self.mask}, dropout={self.dropout}, scale={self.scale}, backend={self.backend!r}"

@@ -39,20 +39,35 @@ class Rotary(nn.Module):
 
         Raises ShapeError where D is smaller than `dim`.
         """
-        if x.shape[-1] < self.dim:
-            raise ShapeError(message(f"rotary turns {self.dim} entries of each head", {"x": x}))
+        return self._turn(x, *self._angles(x, positions))
+
+    def both(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k at the same positions, whose angles are computed once; see `forward`."""
+        if q.dtype != k.dtype:
+            return self(q, positions), self(k, positions)
+        angles = self._angles(q, positions)
+        return self._turn(q, *angles), self._turn(k, *angles)
+
+    def _angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin for x at positions, (N, dim / 2) or (B, 1, N, dim / 2)."""
         wide = torch.promote_types(x.dtype, torch.float32)
         angles = positions.to(torch.float64)[..., None] * self.inv_freq.to(torch.float64)
         angles = angles if positions.ndim == 1 else angles[:, None]
-        cos, sin = angles.cos().to(wide), angles.sin().to(wide)
-        part = x[..., : self.dim].to(wide)
+        return angles.cos().to(wide), angles.sin().to(wide)
+
+    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if x.shape[-1] < self.dim:
+            raise ShapeError(message(f"rotary turns {self.dim} entries of each head", {"x": x}))
+        whole = x.shape[-1] == self.dim
+        part = (x if whole else x[..., : self.dim]).to(cos.dtype)
         if self.interleaved:
             a, b = part[..., 0::2], part[..., 1::2]
             turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
         else:
             a, b = part.chunk(2, -1)
             turned = torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
-        return torch.cat((turned.to(x.dtype), x[..., self.dim :]), -1)
+        turned = turned.to(x.dtype)
+        return turned if whole else torch.cat((turned, x[..., self.dim :]), -1)
 
     def table(self, length: int, device: torch.device) -> RotaryTable:
         """The angles of positions 0 to length - 1 in float32, for `attention_with_cache`; kept for the next call."""
