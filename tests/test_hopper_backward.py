@@ -8,6 +8,7 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -193,6 +194,62 @@ def test_a_second_backward_launches_the_same_on_its_own_tensors(
     assert seen >= set(places.values())
 
 
+class Laid:
+    """Stands for a launch whose arguments the driver takes as a block: the words written into it, the addresses."""
+
+    def __init__(self, values: list) -> None:
+        self.slots = {n: n for n, v in enumerate(values) if isinstance(v, torch.Tensor)}
+        self.maps = {n: n for n, v in enumerate(values) if hasattr(v, "base")}
+        self.free: list[object] = []
+        self.launched: list[dict[int, int]] = []
+
+    def block(self) -> SimpleNamespace:
+        return SimpleNamespace(words={})
+
+    def __call__(self, block: SimpleNamespace, stream: int) -> None:
+        self.launched.append(block.words)
+
+
+@pytest.mark.parametrize("agree", [True, False])
+def test_blocks_of_arguments_hold_each_address_once_both_ways_agree(
+    agree: bool, builds: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second backward is made both ways; from the third on the driver launches, if the results were the same."""
+    from tilewise.backends.hopper import launch_backward, repeat_backward
+
+    laid: list[Laid] = []
+    others: list[list] = []
+
+    def note(run: object, grid: int, values: list) -> Laid:
+        laid.append(Laid(values))
+        return laid[-1]
+
+    monkeypatch.setattr(repeat_backward, "laid_out", note)
+    monkeypatch.setattr(repeat_backward, "_right", {})
+    monkeypatch.setattr(repeat_backward, "alike", lambda *found: agree)
+    monkeypatch.setattr(repeat_backward, "is_capturing", lambda: False)
+    monkeypatch.setattr(repeat_backward, "current_device", lambda: -1)
+    monkeypatch.setattr(repeat_backward, "current_stream", lambda index: 7)
+    for name in ("GluonLauncher", "plain_launcher", "kernel_launcher"):
+        monkeypatch.setattr(
+            launch_backward, name, lambda *made: lambda grid, values: others.append(list(values))
+        )
+    call = _call(64, 64, mask=tw.causal())
+    for _ in range(2):
+        launch_backward.backward(*call)
+    launches = len(laid)
+    assert launches and [len(one.launched) for one in laid] == [1] * launches and len(others) == 2 * launches
+    found = launch_backward.backward(*call)
+    assert [len(one.launched) for one in laid] == [1 + agree] * launches
+    assert len(others) == (2 if agree else 3) * launches
+    if agree:
+        problem, inputs, saved, grads, _ = call
+        given = (inputs.q, inputs.k, inputs.v, *saved, grads[0], found.dq, found.dk, found.dv)
+        written = {address for one in laid for address in one.launched[-1].values()}
+        assert written >= {t.data_ptr() for t in given}
+        assert all(set(one.launched[-1]) == {*one.slots, *one.maps} for one in laid)
+
+
 def test_memory_is_linear_in_length() -> None:
     from dataclasses import replace
 
@@ -249,6 +306,29 @@ def test_gradients_against_float64(d: int, causal: bool, deterministic: bool) ->
         for _ in range(20):
             again = torch.autograd.grad(out, inputs, do, retain_graph=True)
             assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
+def test_later_backwards_are_as_right_as_the_first(d: int, options: dict) -> None:
+    """They are launched from a tape, at last by the driver, with each call's own tensors in its memory's own places."""
+    from tilewise.backends.hopper import repeat_backward
+
+    repeat_backward.tapes.clear()
+    torch.manual_seed(0)
+    held = []
+    for _ in range(5):
+        q, k, v = (_drawn(2, 260, h, d).transpose(1, 2).requires_grad_() for h in (4, 2, 2))
+        do = _drawn(2, 4, 260, d)
+        out = tw.attention(q, k, v, mask=tw.causal(), backend="hopper", **options)
+        got = torch.autograd.grad(out, (q, k, v), do)
+        for one, wanted in zip(got, _truth(q, k, v, do, True), strict=True):
+            assert _error(one, wanted) < 6e-3
+        held.append((out, got, torch.full((3 << 20,), math.nan, device="cuda")))
+    (tape,) = repeat_backward.tapes.values()
+    assert tape is not None and tape.direct and all(repeat_backward._right.values())
 
 
 @on_gpu

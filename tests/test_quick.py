@@ -262,3 +262,32 @@ def test_a_bias_that_is_the_imaginary_part_of_a_conjugate():
         got = tw.attention(q, k, v, scores=tw.bias(z.conj().imag), backend="cpu")
         want = tw.attention(q, k, v, scores=tw.bias(-z.imag), backend="blockwise")
         torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_what_a_backend_prepared_may_know_the_backward_too(known, monkeypatch):
+    """It is asked in first order only, and where it has none the ordinary backward gives the same gradients."""
+    tensors = [x.requires_grad_() for x in draw(1, 2, 33, 16)]
+    do, asked = torch.randn(1, 2, 33, 16), []
+
+    def call():
+        return tw.attention(*tensors, mask=tw.causal(), backend="cpu")
+
+    def backward(given, saved, grads, needs):
+        asked.append((given, saved, grads, needs))
+        return tuple(torch.full_like(t, 7.0) for t in given) if known else None
+
+    want = torch.autograd.grad(call(), tensors, do)
+    (found,) = quick.ready.values()
+    monkeypatch.setattr(type(found.run), "backward", staticmethod(backward), raising=False)
+    out = call()
+    got = torch.autograd.grad(out, tensors, do)
+    ((given, saved, grads, needs),) = asked
+    assert all(a is b for a, b in zip(given, tensors, strict=True)) and needs == (True,) * 3
+    assert torch.equal(saved[0], out) and torch.equal(grads[0], do) and grads[1] is None
+    assert all(
+        torch.equal(a, torch.full_like(b, 7.0) if known else b) for a, b in zip(got, want, strict=True)
+    )
+    (first,) = torch.autograd.grad(call().sum(), tensors[0], create_graph=True)
+    torch.autograd.grad(first.sum(), tensors[1])
+    assert len(asked) == 1

@@ -55,5 +55,5 @@ class GluonLauncher(Launcher):
             self.run = self.compiled.run
         self.function = self.compiled.function
         self.metadata = self.compiled.packed_metadata
-        self.device = device
+        self.device, self.types = device, build.types
         self.rest = (None,) * (len(kernel.arg_names) - len(build.types))

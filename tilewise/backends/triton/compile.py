@@ -89,7 +89,7 @@ class Launcher:
             self.run = self.compiled.run
         self.function = self.compiled.function
         self.metadata = self.compiled.packed_metadata
-        self.device = device
+        self.device, self.types = device, build.types
         # The launcher takes one value for each constant and ignores it.
         self.rest = (None,) * (len(kernel.arg_names) - len(build.types))
 

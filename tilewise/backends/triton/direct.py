@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0
 _EARLY = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
-_C_TYPES = {"i32": ctypes.c_int32, "u32": ctypes.c_uint32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+C_TYPES = {"i32": ctypes.c_int32, "u32": ctypes.c_uint32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 ENTRY = re.compile(r"\.entry\s+\w+\s*\(.*?\)", re.DOTALL)
 """A kernel's name and parameters in PTX."""
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)[^\[,\n]*(?:\[(\d+)\])?")
@@ -88,7 +88,7 @@ class Direct:
         for n, (kind, value) in enumerate(zip(types, values, strict=True)):
             if kind == "constexpr":
                 continue
-            c_type = ctypes.c_uint64 if kind[0] == "*" else _C_TYPES.get(kind)
+            c_type = ctypes.c_uint64 if kind[0] == "*" else C_TYPES.get(kind)
             if c_type is None:
                 raise ValueError(f"an argument of type {kind}")
             size = ctypes.sizeof(c_type)
@@ -98,7 +98,7 @@ class Direct:
                 self.slots[n] = offset // 8
             offset += size
             ends.append(size)
-        wanted = _parameters(launcher.compiled)
+        wanted = parameters(launcher.compiled)
         rest = wanted[len(ends) :]
         if wanted[: len(ends)] != ends or any(size != 8 for size in rest):
             raise ValueError("the kernel's parameters are not the arguments")
@@ -159,7 +159,7 @@ def _config(threads: int, shared: int, early: bool) -> _Config:
     return _Config(1, 1, 1, threads, 1, 1, shared, None, attributes, int(early))
 
 
-def _parameters(compiled: Any) -> list[int]:
+def parameters(compiled: Any) -> list[int]:
     """Sizes in bytes of a kernel's parameters, from its PTX."""
     try:
         return parameter_sizes(compiled.asm["ptx"])
