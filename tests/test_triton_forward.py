@@ -5,7 +5,6 @@ The interpreter has to be chosen before a kernel is imported, so those cases run
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -15,13 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from versions import needs_triton
 
 import tilewise as tw
 from tilewise.spec.attention import AttentionSpec, spec_text
 from tilewise.spec.masks import as_mask
 from tilewise.spec.scores import as_terms
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+pytestmark = needs_triton
 
 INTERPRETED = (
     "plain-fp32",
@@ -79,13 +79,15 @@ found["descriptors"] = []
 for options in ({"mask": tw.causal() & tw.document(ids)}, {"mask": gap}, {"scores": bias, "mask": tw.chunk(96)}):
     ran = [tw.attention(q, k, k, backend=name, **options).float() for name in ("triton", "blockwise")]
     found["descriptors"].append(float((ran[0] - ran[1]).abs().max()))
-found["ahead"] = []
-q, k = torch.randn(1, 2, 100, 80).half(), torch.randn(1, 2, 1100, 80).half()
-for keys, scale in ((1100, None), (1088, -0.2), (1029, -0.2)):
-    ran = [tw.attention(q, k[:, :, :keys], k[:, :, :keys], scale=scale, backend=name, return_lse=True)
-           for name in ("triton", "blockwise")]
-    found["ahead"].append(max(float((a - b).float().abs().max()) for a, b in zip(*ran)))
-assert sum(r.tiles.ahead and r.tma for r in launch_forward._recipes.values()) == 3
+for loop, dim in (("ahead", 80), ("behind", 40)):
+    found[loop] = []
+    q, k = 2 * torch.randn(1, 2, 100, dim).half(), torch.randn(1, 2, 1100, dim).half()
+    for keys, scale in ((1100, None), (1088, -0.2), (1029, -0.2), (1024, 0.9)):
+        k[:, :, 700:] *= 1.5  # maxima that outgrow a pivot late
+        ran = [tw.attention(q, k[:, :, :keys], k[:, :, :keys], scale=scale, backend=name, return_lse=True)
+               for name in ("triton", "blockwise")]
+        found[loop].append(max(float((a - b).float().abs().max()) for a, b in zip(*ran)))
+    assert sum(r.tiles.loop == loop and r.tma for r in launch_forward._recipes.values()) == 4
 found["shifts"] = [float((pair[0] - pair[1]).abs().max())]
 print(json.dumps(found))
 """
@@ -125,8 +127,9 @@ def test_runs_of_tiles_by_descriptors_fold_masks_where_they_should(interpreted):
     assert max(interpreted["descriptors"]) < 1e-2
 
 
-def test_scores_formed_ahead_end_where_the_keys_end(interpreted):
-    assert max(interpreted["ahead"]) < 1e-2
+@pytest.mark.parametrize("loop", ("ahead", "behind"))
+def test_loops_with_two_products_under_way_end_where_the_keys_end(loop, interpreted):
+    assert max(interpreted[loop]) < 1e-2
 
 
 # ---- compiling -----------------------------------------------------------------------------------------------
@@ -242,6 +245,24 @@ def test_long_calls_fill_a_multiprocessor_of_hopper_and_wait_for_no_product(
     registers = int(re.search(r"Used (\d+) registers", report)[1])
     assert programs * 32 * first.metadata.num_warps * -(-registers // 8) * 8 <= 65536
     assert programs * (first.metadata.shared + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize("head_dims", [(128, 128), (256, 256), (192, 128), (128, 16), (40, 136)], ids=str)
+def test_the_jump_over_products_sees_every_row_of_its_warp(head_dims, monkeypatch, no_driver):
+    """It looks at the rows that a warpgroup's accumulator gives a thread: two, which take turns by two elements."""
+    from tilewise.backends.triton.machine import Machine
+
+    tensors = [torch.zeros(8, 16, 256, d, dtype=torch.bfloat16) for d in (head_dims[0], *head_dims)]
+    problem, inputs = _problem(*SPECS["causal"], tensors)
+    made = _compile(monkeypatch, Machine("cuda", 90, 232448, 132), problem, inputs)
+    lines = next(m for m in made if m.metadata.name == "forward").asm["ttgir"].splitlines()
+    jumps = [line for line in lines if "SKIPRESCALE" in line]
+    kinds = {re.search(r"-> tensor<(\d+)x\d+xf32, (#\w+)>", line).groups() for line in jumps}
+    assert len(kinds) == 1
+    ((rows, layout),) = kinds
+    warps = int(re.search(r'"ttg.num-warps" = (\d+)', "\n".join(lines))[1])
+    said = next(line for line in lines if line.startswith(f"{layout} ="))
+    assert "versionMajor = 3" in said and f"warpsPerCTA = [{warps}, 1]" in said and int(rows) == 16 * warps
 
 
 def spilled(compiled) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tilewise.backends.triton import tiles as choice
-from tilewise.backends.triton.compile import Build, interpreting, types_of
+from tilewise.backends.triton.compile import Build, types_of
 from tilewise.backends.triton.descriptors import descriptor_type
 from tilewise.backends.triton.launch import (
     Wanted,
@@ -53,8 +53,8 @@ FORWARD = Entry(
     ("score", "keep", "classify", "classify_coarse"),
     (
         "HAS_MASK", "HAS_TERMS", "FUSED", "DROPOUT", "VARLEN", "LAST", "PACKED", "BLOCK_M", "BLOCK_N", "D_PAD",
-        "DV_PAD", "EVEN", "EVEN_V", "STEP", "UNIT", "PRECISION", "TMA", "AHEAD",
-        "CARE", "RATIO",
+        "DV_PAD", "EVEN", "EVEN_V", "STEP", "UNIT", "PRECISION", "TMA", "LOOP",
+        "LAZY", "CARE", "RATIO",
     ),
 )  # fmt: skip
 AGAIN = FORWARD._replace(name="again", program="again_program")
@@ -253,7 +253,7 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     build = Build(types, aligned, wholes, tiles.warps, tiles.stages, tiles.registers)
     wanted = [Wanted(problem, slots, FORWARD, build, device, (FORWARD, AGAIN))]
     if care == "flag":
-        other = {"BLOCK_M": CARE_M, "TMA": False, "AHEAD": 0}
+        other = {"BLOCK_M": CARE_M, "TMA": False, "LOOP": "plain", "LAZY": False}
         low = tuple((name, other.get(name, value)) for name, value in constants)
         ratio = tiles.block_m // CARE_M
         build = Build(types, aligned, (*low, ("CARE", "again"), ("RATIO", ratio)), 4, 1)
@@ -349,7 +349,7 @@ def _constants(
         ("BLOCK_M", tiles.block_m), ("BLOCK_N", tiles.block_n), ("D_PAD", d), ("DV_PAD", dv),
         ("EVEN", d == s.head_dim), ("EVEN_V", dv == s.head_dim_v), ("STEP", strides.step), ("UNIT", strides.unit),
         ("PRECISION", precision_of(problem.dtype)), ("TMA", tma),
-        ("AHEAD", (1 if interpreting() else 2) if tma and tiles.ahead else 0),
+        ("LOOP", tiles.loop if tma else "plain"), ("LAZY", tma and tiles.lazy),
     )  # fmt: skip
 
 

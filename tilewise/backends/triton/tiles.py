@@ -27,8 +27,8 @@ CACHE_SHARE = 4
 """Where the keys of the most heads abreast are more than twice the shared cache, only as many run abreast as keep
 theirs in this part of it. On an H200 (60 MiB) 128 MiB of keys were read 268 times from memory; source:
 benchmarks/results/counters.jsonl. Below that the tiles' order stays as it was timed."""
-AHEAD_KEYS = 1024
-"""Keys from which the loop that forms scores ahead is taken: its first and last tile cost one product more."""
+LASTING_KEYS = 1024
+"""Keys from which the loops with two products under way are taken: they form one more than others."""
 MOST_OF_THREE = 168
 """Registers of a thread that let three programs of 128 threads share a multiprocessor of Hopper's."""
 INVARIANT_KEYS = 1024
@@ -36,16 +36,18 @@ INVARIANT_KEYS = 1024
 
 
 class Tiles(NamedTuple):
-    """A choice. packed: the rows of a tile are those of a whole group of query heads. ahead: the scores of the next
-    tile are formed while one is absorbed. registers: the most of a thread, 0 where the compiler decides."""
+    """A choice. packed: the rows of a tile are those of a whole group of query heads. registers: the most of a thread,
+    0 where the compiler decides. For calls that read keys by descriptors: loop, "plain", "ahead" or "behind", what runs
+    beside the softmax (`ahead_kernel`); lazy: pivots move rarely, and maxima and sums are formed in parts."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
     packed: bool = False
-    ahead: bool = False
     registers: int = 0
+    loop: str = "plain"
+    lazy: bool = False
 
 
 def padded(size: int) -> int:
@@ -88,7 +90,9 @@ def choose(problem: Problem, machine: Machine, vectors: bool = True, pairs: bool
     else:
         crowded = problem.spec.dropout or (_reads(problem) > 1 if pairs is None else pairs)
         found = _narrow(problem, d, dv, block_m, machine, crowded)
-    return fit(found._replace(packed=packed), d, dv, problem.dtype.itemsize, machine)
+    found = fit(found._replace(packed=packed), d, dv, problem.dtype.itemsize, machine)
+    # The jump over products is written for 16 rows a warp.
+    return found._replace(lazy=found.lazy and found.block_m == 16 * found.warps)
 
 
 def table_key(problem: Problem) -> str:
@@ -112,6 +116,7 @@ def _narrow(problem: Problem, d: int, dv: int, block_m: int, machine: Machine, c
     """float16 and bfloat16. Source: sweeps on an H200 (block_m x block_n, warps, stages at N = 16384)."""
     widest = max(d, dv)
     plain = problem.spec.keep is None and problem.spec.score is None and not problem.spec.dropout
+    hopper, lasting = machine.arch == 90, plain and keys_per_sequence(problem) >= LASTING_KEYS
     if block_m <= 32:
         # Decoding reads keys once: long tiles and many warps keep the most bytes in flight.
         return (
@@ -120,22 +125,24 @@ def _narrow(problem: Problem, d: int, dv: int, block_m: int, machine: Machine, c
     if widest > 256:
         return Tiles(min(block_m, 64), 32, 8, 2)
     if widest > 128:
-        return Tiles(block_m, 64 if machine.arch >= 90 else 32, 8 if block_m == 128 else 4, 2)
+        return Tiles(block_m, 64 if machine.arch >= 90 else 32, 8 if block_m == 128 else 4, 2, lazy=hopper)
     if machine.arch < 90:
         return Tiles(block_m, 64, 8 if block_m == 128 and widest > 64 else 4, 3)
     if widest > 64:
         # Two programs of 64 rows share a multiprocessor, and one computes while the other waits; with three stages
         # they fit exactly, so there are two where a leaf's element for each pair, or dropout's words, pass through
-        # shared memory. Where nothing is hidden, scores are formed ahead: 560 instead of 536 TFLOP/s; under a causal
-        # mask that gave nothing (508 and 518), with a bias per key less (416 and 439).
-        ahead = plain and machine.arch == 90 and keys_per_sequence(problem) >= AHEAD_KEYS
-        return Tiles(min(block_m, 64), 64, 4, 2 if crowded else 3, ahead=ahead)
+        # shared memory. Where nothing is hidden, scores are formed ahead: 600 TFLOP/s; under masks and with terms a
+        # branch inside that loop, or a loop of its own for it, costs more than it gives.
+        loop = "ahead" if hopper and lasting else "plain"
+        return Tiles(min(block_m, 64), 64, 4, 2 if crowded else 3, loop=loop, lazy=hopper)
     if _reads(problem):
         # A line with an element for each thread gets a layout of its own, and then Triton 3.6 moves the scores to it.
         return Tiles(min(block_m, 64), 64, 4, 3)
-    if machine.arch == 90 and problem.spec.score is None and not problem.spec.dropout:
-        # Three programs to a multiprocessor: under a mask they need the limit of registers (460 instead of 430).
-        return Tiles(min(block_m, 64), 128, 4, 2, registers=0 if plain else MOST_OF_THREE)
+    if hopper and problem.spec.score is None and not problem.spec.dropout:
+        # Three programs to a multiprocessor: under a mask they need the limit of registers (460 instead of 430), and
+        # have no room for pivots that stay. Where nothing is hidden, weights are multiplied behind (515, and 485).
+        loop = "behind" if lasting else "plain"
+        return Tiles(min(block_m, 64), 128, 4, 2, registers=0 if plain else MOST_OF_THREE, loop=loop)
     return Tiles(min(block_m, 64), 128, 4, 2 if plain else 3)
 
 
