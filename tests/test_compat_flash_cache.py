@@ -6,6 +6,7 @@ import pytest
 import torch
 from flash_reference import Flags, short, thin
 from oracle import dense_attention
+from versions import needs_dynamo
 
 import tilewise as tw
 from tilewise.compat import flash_attn2 as fa2
@@ -276,6 +277,7 @@ def test_whole_cache_without_lengths():
     )
 
 
+@needs_dynamo
 def test_a_compiled_step_is_one_graph():
     q, cache = torch.randn(2, 1, 2, 16), [torch.randn(2, 8, 2, 16) for _ in range(2)]
     lengths, angle = torch.tensor([3, 5], dtype=torch.int32), torch.rand(8, 8)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from flash_reference import hold, make_qkv, run, short, thin
 from oracle import Dense
+from versions import TORCH
 
 import tilewise as tw
 from tilewise.compat import flex
@@ -86,6 +87,8 @@ def quiet(monkeypatch):
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_mean_what_torch_says(name):
     """The mask itself, the block lists, the picture and attention, from our BlockMask and from torch's."""
+    if TORCH < ((2, 11) if name == "from the end" else (2, 8)):
+        pytest.skip("this torch lists other blocks, or cannot index from the end")
     fn = MASKS[name]
     reference = fn if name != "our noop" else theirs.noop_mask
     want = theirs.create_mask(reference, B, H, N, M, "cpu")
@@ -247,6 +250,7 @@ def test_block_lists_decide_where_they_are_given():
     )
 
 
+@pytest.mark.skipif(TORCH < (2, 11), reason="slices of this torch keep their mask_mod")
 def test_slicing_needs_a_new_mask_mod_and_adjusting_does_not():
     q = torch.randn(1, 2, 8, 8)
     whole = flex.create_block_mask(causal, 2, 2, 16, 16, BLOCK_SIZE=4)

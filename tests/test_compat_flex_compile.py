@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from versions import TORCH, needs_dynamo
 
 import tilewise as tw
 from tilewise.compat.flex import ScoreMod, create_block_mask, flex_attention
@@ -50,6 +51,7 @@ def gradients(fn, model, x):
     return torch.autograd.grad(fn(*x), [*x, model.bias])
 
 
+@needs_dynamo
 def test_a_score_mod_traced_outside_joins_one_graph_with_its_gradients():
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -72,9 +74,7 @@ def test_a_plain_score_mod_interrupts_the_graph_and_is_right():
     torch.testing.assert_close(gradients(compiled, model, x), gradients(model, model, x))
 
 
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9), reason="this dynamo gives no reasons"
-)
+@pytest.mark.skipif(TORCH < (2, 9), reason="this dynamo gives no reasons")
 def test_a_plain_score_mod_in_one_whole_graph_is_refused_with_the_remedy():
     model = Model(traced=False)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"ScoreMod\(score_mod\)"):

@@ -14,6 +14,7 @@ from flash_reference import hold, run, short, thin
 from oracle import Dense
 from torch.nn.functional import scaled_dot_product_attention as captured_early
 from torch.utils.checkpoint import checkpoint
+from versions import needs_dynamo
 
 import tilewise as tw
 from tilewise.compat import sdpa, sdpa_kernel
@@ -275,6 +276,7 @@ def test_route_survives_checkpointing(calls, reentrant, by):
     torch.testing.assert_close(q.grad, twin.grad)
 
 
+@needs_dynamo
 def test_route_a_compiled_function(calls):
     @torch.compile(backend="eager", fullgraph=True)
     def fn(x):

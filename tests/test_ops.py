@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
+from versions import OLD_DYNAMO
 
 import tilewise as tw
 from tilewise.ops import Numbers, call
@@ -268,10 +269,6 @@ def test_forward_over_reverse_and_hessian():
     reverse_over_forward = torch.func.jacrev(torch.func.jacfwd(loss))(q)
     torch.testing.assert_close(forward_over_reverse, reverse_over_reverse)
     torch.testing.assert_close(reverse_over_forward, reverse_over_reverse)
-
-
-OLD_DYNAMO = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
-"""torch 2.5 cannot trace `&` and `|` on masks (made outside the compiled code they work); 2.11 can."""
 
 
 @each_problem

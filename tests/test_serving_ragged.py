@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch._dynamo.testing
+from versions import needs_dynamo
 
 import tilewise as tw
 from tilewise.serving import (
@@ -100,6 +101,7 @@ def _decode(cache, more, table, steps):
     return torch.stack(outs)
 
 
+@needs_dynamo
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_step_compiles_once_for_growing_lengths(paged):
     torch.manual_seed(1)

@@ -12,11 +12,12 @@ from pathlib import Path
 import guards
 import pytest
 import torch
+from versions import needs_triton
 
 import tilewise as tw
 from tilewise import tuning
 
-pytest.importorskip("triton", reason="needs Triton")
+pytestmark = needs_triton
 HERE = Path(__file__).parent
 CASES = (
     "plain-bf16", "mask-streaming", "term-bias_full", "term-bias_head",

@@ -3,7 +3,6 @@ they compile for Hopper. The interpreter is chosen before a kernel is imported: 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from versions import needs_triton
 
 import tilewise as tw
 from tilewise.problem import Options, Problem, Shape
 from tilewise.spec.attention import AttentionSpec, spec_text
 from tilewise.spec.masks import as_mask
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+pytestmark = needs_triton
 
 CASES = (
     "cached-paged1-ragged", "cached-paged3-one", "cached-contiguous-ragged", "cached-leftpad-one",

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from versions import needs_triton
 
-pytest.importorskip("triton", reason="needs Triton")
+pytestmark = needs_triton
 
 PROGRAM = """
 import torch, triton_interpreter

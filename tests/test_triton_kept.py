@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import os
 import subprocess
 import sys
@@ -12,12 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from versions import needs_triton
 
 from tilewise.backends.triton import shelf, stored
 from tilewise.backends.triton.compile import Build
 from tilewise.backends.triton.descriptors import Descriptor
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+pytestmark = needs_triton
 
 ENTRY = """.entry forward(
 	.param .u64 .ptr .global .align 1 forward_param_0,

@@ -12,6 +12,13 @@ if TYPE_CHECKING:
     from tilewise.problem import Inputs, Problem
 
 
+def _rows(pool: Tensor, page: Tensor, row: Tensor) -> Tensor:
+    """pool[page, :, row]; bytes are indexed where the elements are, which older torch cannot for float8 on a CPU."""
+    if pool.element_size() > 1:
+        return pool[page, :, row]
+    return pool.view(torch.uint8)[page, :, row].view(pool.dtype)
+
+
 class Pages:
     """The pools of a call. A read copies the columns asked for and no more."""
 
@@ -37,7 +44,7 @@ class Pages:
         if columns[0] >= columns[1]:
             return torch.zeros(1, pool.shape[1], 0, pool.shape[3], dtype=self.wide, device=pool.device)
         page, row = self._places(pool, segment, columns)
-        tile = pool[page, :, row].to(self.wide).transpose(0, 1)[None].contiguous()
+        tile = _rows(pool, page, row).to(self.wide).transpose(0, 1)[None].contiguous()
         return tile if scale is None else tile * self._factor(scale, page)
 
     def add(
