@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 AHEAD = 4096
 """Bytes of k and of v asked for in advance: 2 to 8 KiB are equal within the noise of the measurement."""
+CLOSE, FEW = 4 * STRIP, 4 * ROWS
+"""Bytes of a row of scores that no code of the spec folds, and of weights; FEW where there are ROWS rows at most."""
 MOST_AHEAD = 64
 """Rows asked for in advance, at most: the addresses of so many more than a block's keys are written down."""
 ADDRESSES = 8 * (DECODE_BLOCK + MOST_AHEAD + 16 + 8)
@@ -51,6 +53,7 @@ def build_absorb(isa: Isa, micro: RowMicro, loops: Loops) -> Any:
     scores_4, scores_1 = micro.scores(ROWS), micro.scores(1)
     weighted_4, weighted_1 = micro.weighted(ROWS), micro.weighted(1)
     peak, advance, weigh_vector = micro.peak, micro.advance, micro.weigh_vector
+    peak_few, weigh_few = micro.peak_few, micro.weigh_few
     drop, fill = loops.drop, loops.fill
 
     @njit(**JIT)
@@ -72,21 +75,24 @@ def build_absorb(isa: Isa, micro: RowMicro, loops: Loops) -> Any:
         q, acc, s, q_row, acc_row = tiles
         k, v = sources
         n = run[2]
+        fold = load_i64(a, P.fold_full) if run[0] == FULL else load_i64(a, P.fold_partial)
+        drops = load_i64(a, P.dropout)
+        close = FEW if rows <= ROWS else CLOSE
+        s_row, p_row = ROW if fold or drops else close, ROW if drops else close
         dim, dim_v = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v)
         ahead, ahead_v = rows_ahead(dim * size), rows_ahead(dim_v * size)
         lines, lines_v = (dim * size + LINE - 1) // LINE, (dim_v * size + LINE - 1) // LINE
         # Rows of k that several groups of rows of q meet stay in the first-level cache between them.
         step = n if rows <= ROWS else SCORED
         for j in range(0, n, step):
-            part, from_k, to = min(step, n - j), k + j * 8, s + j * ROW
+            part, from_k, to = min(step, n - j), k + j * 8, s + j * s_row
             for r in range(0, rows, ROWS):
                 asked = lines if r == 0 else 0
                 # Where one row is left, three quarters of a step would be idle.
                 if rows - r == 1:
-                    scores_1(from_k, part, q + r * q_row, q_row, dim, to + r * 4, ahead, asked)
+                    scores_1(from_k, part, q + r * q_row, q_row, dim, to + r * 4, s_row, ahead, asked)
                 else:
-                    scores_4(from_k, part, q + r * q_row, q_row, dim, to + r * 4, ahead, asked)
-        fold = load_i64(a, P.fold_full) if run[0] == FULL else load_i64(a, P.fold_partial)
+                    scores_4(from_k, part, q + r * q_row, q_row, dim, to + r * 4, s_row, ahead, asked)
         first = 0
         if fold:
             call_fold(fold, load_i64(a, P.spec), w, s, w + LANES.top, n, run[1], 1)
@@ -97,15 +103,21 @@ def build_absorb(isa: Isa, micro: RowMicro, loops: Loops) -> Any:
                 while first < n and hidden(s, first, rows):
                     first += 1
                 n -= first
+        elif s_row == FEW:
+            peak_few(s, w + LANES.top, n)
         else:
             for x in range(0, rows, lanes):
-                peak(s + x * 4, w + LANES.top + x * 4, n)
-        s += first * ROW
+                peak(s + x * 4, s_row, w + LANES.top + x * 4, n)
+        s += first * s_row
+        p = s  # rows that are closer lie before those they come from
         for x in range(0, rows, lanes):
             at = w + x * 4
             advance(at + LANES.top, at + LANES.m, at + LANES.pivot, at + LANES.l, at + LANES.alpha)
-            weigh_vector(s + x * 4, at + LANES.pivot, at + LANES.l, n)
-        if load_i64(a, P.dropout):
+            if s_row != FEW:
+                weigh_vector(s + x * 4, s_row, p + x * 4, p_row, at + LANES.pivot, at + LANES.l, n)
+        if s_row == FEW:
+            weigh_few(s, w + LANES.pivot, w + LANES.l, n)
+        if drops:
             drop(a, w, seg, s, run[1] + first, n, 1)
         v += first * 8
         span = max(SPAN // (dim_v * size), 8)
@@ -114,12 +126,12 @@ def build_absorb(isa: Isa, micro: RowMicro, loops: Loops) -> Any:
             # Few keys at once, so that their rows of v are in the first-level cache for every column.
             part = min(span, n - j)
             for r in range(0, rows, ROWS):
-                to, p, alpha = acc + r * acc_row, s + j * ROW + r * 4, w + LANES.alpha + r * 4
+                to, from_p, alpha = acc + r * acc_row, p + j * p_row + r * 4, w + LANES.alpha + r * 4
                 asked = lines_v if r == 0 else 0
                 if rows - r == 1:
-                    weighted_1(v + j * 8, part, p, alpha, to, acc_row, dim_v, ahead_v, asked)
+                    weighted_1(v + j * 8, part, from_p, p_row, alpha, to, acc_row, dim_v, ahead_v, asked)
                 else:
-                    weighted_4(v + j * 8, part, p, alpha, to, acc_row, dim_v, ahead_v, asked)
+                    weighted_4(v + j * 8, part, from_p, p_row, alpha, to, acc_row, dim_v, ahead_v, asked)
             fill(w + LANES.alpha, STRIP, f32(1.0))
             j += span
 
@@ -150,8 +162,11 @@ def build_decode(isa: Isa, dtype: str) -> Any:
             pack_row(load_i64(w + LANES.row_address, x), dim, q + x * q_row, scale)
         fill(acc, STRIP * acc_row // 4, f32(0.0))
         # Lanes that are no rows are read too.
-        for x in range(min(block, keys[1] - keys[0])):
-            fill(s + x * ROW, STRIP, f32(0.0))
+        most = min(block, keys[1] - keys[0])
+        fill(s, most * STRIP, f32(0.0))
+        if load_i64(a, P.fold_full) | load_i64(a, P.fold_partial) | load_i64(a, P.dropout):
+            for x in range(most):
+                fill(s + x * ROW, STRIP, f32(0.0))
         fill(w + LANES.m, STRIP, f32(-math.inf))
         fill(w + LANES.l, STRIP, f32(0.0))
         rows_k = s + (block + STRIP) * ROW

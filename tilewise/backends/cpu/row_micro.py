@@ -1,8 +1,10 @@
 """Microkernels whose lanes are the numbers of a head: few rows of q meet long keys, which are read once, in order.
 
-The tiles of scores keep the layout of `micro`, one key a row of BLOCK_ROWS float32, so that the spec's code folds
-them as it folds any other. Rows of q and sums of v are row-major here. A head whose size is no multiple of the
-vector ends in a vector that overlaps the one before it; there q is 0 where it overlaps.
+A tile of scores that the spec's code folds has the layout of `micro`, one key a row of BLOCK_ROWS float32. Any other is
+close, one key a row of STRIP, or of ROWS where there are no more: rows of 256 bytes, of which 16 to 64 are used, lie in
+a quarter of the sets of the first-level cache, from which what is read of k and v drove them (a C loop like this one,
+Zen 3: 19.2 GB/s at 256 bytes, 22.8 at 64 and 16). Rows of q and sums of v are row-major here. A head whose size is no
+multiple of the vector ends in a vector that overlaps the one before it; there q is 0 where it overlaps.
 
 Keys are given by the addresses of their rows, so that rows in pages are read as rows in one piece are.
 
@@ -23,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 import llvmlite.ir as ir
 from numba.core import cgutils
 
-from tilewise.backends.cpu.micro import ROW, Micro, _emit, _void, f32, i64
+from tilewise.backends.cpu.micro import Micro, _emit, _void, f32, i64
 from tilewise.backends.cpu.words import F32, I1, I8, I32, I64
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tilewise.backends.cpu.words import Words
 
@@ -37,8 +39,9 @@ LINE = 64
 
 
 def keys_at_once(lanes: int, rows: int) -> int:
-    """Keys of one step of `scores`: a multiple of lanes sums, which one exchange adds up."""
-    return {(16, 4): 4, (8, 4): 2, (4, 4): 2, (16, 1): 16, (8, 1): 8, (4, 1): 8}[lanes, rows]
+    """Keys of one step of `scores`. On AVX2 twelve sums: eight are no more than two multiply-adds a cycle need that
+    take four, and gave half the rate of twelve (measured on Zen 3)."""
+    return {(16, 4): 4, (8, 4): 3, (4, 4): 2, (16, 1): 16, (8, 1): 8, (4, 1): 8}[lanes, rows]
 
 
 class RowMicro(Micro):
@@ -51,19 +54,24 @@ class RowMicro(Micro):
 
     def _numbers(self, w: Words, base: ir.Value, count: int) -> list[ir.Value]:
         """`count` vectors of consecutive stored numbers, in pairs where they come in pairs."""
+        return [self._number(w, base, n, count) for n in range(count)]
+
+    def _number(self, w: Words, base: ir.Value, n: int, count: int) -> ir.Value:
+        """Vector `n` of them."""
         step = self.lanes * self.size
         if self.paired == 1 or count == 1:
-            return [w.widen(base, n * step, self.dtype) for n in range(count)]
-        found = []
-        for n in range(0, count, 2):
-            both = w.load(base, n * step, w.i)
-            found += [w.b.shl(both, w.n(16)), w.b.and_(both, w.n(-(2**16)))]
-        return [w.b.bitcast(x, w.f) for x in found]
+            return w.widen(base, n * step, self.dtype)
+        both = w.load(base, n // 2 * 2 * step, w.i)
+        number = w.b.and_(both, w.n(-(2**16))) if n % 2 else w.b.shl(both, w.n(16))
+        return w.b.bitcast(number, w.f)
 
     def _ask(self, b: ir.IRBuilder, row: ir.Value, lines: ir.Value) -> None:
         """Ask for the lines of a row, all at once."""
-        with cgutils.for_range(b, lines, intp=I64) as line:
-            self._prefetch(b, b.add(row, b.mul(line.index, I64(LINE))))
+        with cgutils.for_range(b, b.sdiv(lines, I64(4)), intp=I64) as four:
+            for n in range(4):
+                self._prefetch(b, b.add(row, b.add(b.mul(four.index, I64(4 * LINE)), I64(n * LINE))))
+        with cgutils.for_range(b, b.srem(lines, I64(4)), intp=I64) as line:
+            self._prefetch(b, b.add(row, b.mul(b.sub(lines, b.add(line.index, I64(1))), I64(LINE))))
 
     def _prefetch(self, b: ir.IRBuilder, address: ir.Value) -> None:
         pointer = b.inttoptr(address, I8.as_pointer())
@@ -78,21 +86,28 @@ class RowMicro(Micro):
             w.b.store(w.k(0.0), cell)
         return cells
 
+    def _exchanged(self, w: Words, vectors: list[ir.Value], low: list[int], high: list[int]) -> list[ir.Value]:
+        """The sums of two exchanges of each two vectors."""
+        pairs = zip(vectors[0::2], vectors[1::2], strict=True)
+        found = [[w.b.shuffle_vector(a, c, ir.Constant(w.i, order)) for order in (low, high)] for a, c in pairs]
+        return [w.b.fadd(*parts) for parts in found]
+
+    def _fours(self, w: Words, vectors: list[ir.Value]) -> list[ir.Value]:
+        """For each four vectors one, every four lanes of which add up four lanes of each: a0 c0 a1 c1 + a2 c2 a3 c3,
+        then pairs of those. One cheap instruction exchanges lanes inside four."""
+        fours = range(0, self.lanes, 4)
+        orders = [[k + n // 2 + n % 2 * self.lanes for k in fours for n in range(m, m + 4)] for m in (0, 4)]
+        vectors = self._exchanged(w, vectors, *orders)
+        orders = [[k + m + n % 2 + n // 2 * self.lanes for k in fours for n in range(4)] for m in (0, 2)]
+        return self._exchanged(w, vectors, *orders)
+
     def _fold_lanes(self, w: Words, vectors: list[ir.Value]) -> ir.Value:
-        """One vector whose lane n is the sum of the lanes of vectors[n]: pairwise, halves first."""
-        step = self.lanes // 2
-        while step:
-            half = len(vectors) // 2
-            low = [k if not k & step else k - step + self.lanes for k in range(self.lanes)]
-            high = [k + step if not k & step else k + self.lanes for k in range(self.lanes)]
-            vectors = [
-                w.b.fadd(
-                    w.b.shuffle_vector(a, c, ir.Constant(w.i, low)),
-                    w.b.shuffle_vector(a, c, ir.Constant(w.i, high)),
-                )
-                for a, c in zip(vectors[:half], vectors[half:], strict=True)
-            ]
-            step //= 2
+        """One vector whose lane n is the sum of the lanes of vectors[n]."""
+        vectors, step = self._fours(w, vectors), 4
+        while step < self.lanes:
+            low = [k - step + self.lanes if k & step else k for k in range(self.lanes)]
+            vectors = self._exchanged(w, vectors, low, [k + step for k in low])
+            step *= 2
         return vectors[0]
 
     def _chunks(
@@ -136,7 +151,7 @@ class RowMicro(Micro):
         return _emit(_void(3, f32), body, "row, dim, to, scale")
 
     def scores(self, rows: int) -> Any:
-        """scores(k, keys, q, q_row, dim, s, ahead, lines): s[key][row] = q[row] . k[key].
+        """scores(k, keys, q, q_row, dim, s, s_row, ahead, lines): s[key][row] = q[row] . k[key].
 
         k: the rows' addresses, with `keys_at_once` and `ahead` more than there are keys. s needs room for
         `keys_at_once` rows more. `lines` of the row `ahead` rows after the one that is read are asked for.
@@ -144,7 +159,7 @@ class RowMicro(Micro):
         together = keys_at_once(self.lanes, rows)
         unrolled = max(LINE // (self.lanes * self.size), 1)
 
-        def body(b, k, keys, q, q_row, dim, s, ahead, lines):
+        def body(b, k, keys, q, q_row, dim, s, s_row, ahead, lines):
             w = self.words(b)
             groups = b.sdiv(b.add(keys, I64(together - 1)), I64(together))
             from_q = [b.add(q, b.mul(q_row, I64(r))) for r in range(rows)]
@@ -156,38 +171,42 @@ class RowMicro(Micro):
                 source = [w.load(table, 8 * n, I64) for n in range(together)]
                 sums = self._sums(w, together * rows)
                 for at, place, count, _ in self._chunks(b, dim, self._pieces(unrolled)):
-                    from_k = b.mul(at, I64(self.size))
-                    numbers = [self._numbers(w, b.add(address, from_k), count) for address in source]
+                    from_k = [b.add(address, b.mul(at, I64(self.size))) for address in source]
                     for n in range(count):
+                        if n % 2 and self.paired > 1:
+                            # What was loaded is loaded again: there is no register to keep it in.
+                            from_k = [w.unknown(address) for address in from_k]
+                        numbers = [self._number(w, address, n, count) for address in from_k]
                         for r, base in enumerate(from_q):
                             row = w.load(b.add(base, b.mul(place, I64(4))), n * self.vector_bytes)
-                            for key in range(together):
+                            for key, number in enumerate(numbers):
                                 cell = sums[key * rows + r]
-                                b.store(w.fma(numbers[key][n], row, b.load(cell)), cell)
-                self._store_scores(w, [b.load(cell) for cell in sums], b.add(s, b.mul(first, I64(ROW))), rows)
+                                b.store(w.fma(number, row, b.load(cell)), cell)
+                self._store_scores(w, [b.load(cell) for cell in sums], b.add(s, b.mul(first, s_row)), s_row, rows)
 
-        return _emit(_void(8), body, "k, keys, q, q_row, dim, s, ahead, lines")
+        return _emit(_void(9), body, "k, keys, q, q_row, dim, s, s_row, ahead, lines")
 
-    def _store_scores(self, w: Words, sums: list[ir.Value], to: ir.Value, rows: int) -> None:
+    def _store_scores(self, w: Words, sums: list[ir.Value], to: ir.Value, s_row: ir.Value, rows: int) -> None:
         b = w.b
+        if rows > 1:
+            for key in range(len(sums) // rows):
+                total = self._halved(w, *self._fours(w, sums[key * rows : key * rows + rows]), b.fadd)
+                w.store(total, to, b.mul(s_row, I64(key)))
+            return
         for begin in range(0, len(sums), self.lanes):
             total = self._fold_lanes(w, sums[begin : begin + self.lanes])
-            for n in range(0, self.lanes, rows):
-                place = (begin + n) // rows * ROW
-                if rows == 1:
-                    b.store(b.extract_element(total, I32(n)), w.address(to, place, F32), align=4)
-                else:
-                    order = ir.Constant(ir.VectorType(I32, rows), list(range(n, n + rows)))
-                    w.store(b.shuffle_vector(total, total, order), to, place)
+            for n in range(self.lanes):
+                place = b.mul(s_row, I64(begin + n))
+                b.store(b.extract_element(total, I32(n)), w.address(to, place, F32), align=4)
 
     def weighted(self, rows: int) -> Any:
-        """weighted(v, keys, p, alpha, acc, acc_row, dim_v, ahead, lines): acc[row] = acc[row] alpha[row] +
+        """weighted(v, keys, p, p_row, alpha, acc, acc_row, dim_v, ahead, lines): acc[row] = acc[row] alpha[row] +
         sum_key p[key][row] v[key], the sum from zero. v: the rows' addresses; `lines` of the rows that are `ahead`
         rows after those that are read are asked for.
         """
         wide = 8 // rows
 
-        def body(b, v, keys, p, alpha, acc, acc_row, dim_v, ahead, lines):
+        def body(b, v, keys, p, p_row, alpha, acc, acc_row, dim_v, ahead, lines):
             w = self.words(b)
             steps = b.sdiv(dim_v, I64(self.lanes * wide))
 
@@ -196,7 +215,7 @@ class RowMicro(Micro):
                 offset = b.mul(at, I64(self.size))
                 with cgutils.for_range(b, keys, intp=I64) as key:
                     base = b.add(w.load(v, b.mul(key.index, I64(8)), I64), offset)
-                    weights = b.add(p, b.mul(key.index, I64(ROW)))
+                    weights = b.add(p, b.mul(key.index, p_row))
                     numbers = self._numbers(w, base, count)
                     for r in range(rows):
                         weight = w.splat(w.load(weights, 4 * r, F32))
@@ -212,44 +231,96 @@ class RowMicro(Micro):
 
             for at, place, count, step in self._chunks(b, dim_v, self._pieces(wide)):
                 if count == wide:
-                    # Every step asks for its share of the rows: step n for those n, n + steps, n + 2 steps.
-                    share = b.sdiv(b.sub(b.add(keys, b.sub(steps, I64(1))), step), steps)
-                    with cgutils.for_range(b, share, intp=I64) as turn:
-                        n = b.add(b.add(step, b.mul(turn.index, steps)), ahead)
+                    # Every step asks for its share of the rows, in order.
+                    first, end = (b.sdiv(b.mul(keys, n), steps) for n in (step, b.add(step, I64(1))))
+                    with cgutils.for_range(b, b.sub(end, first), intp=I64) as turn:
+                        n = b.add(b.add(first, turn.index), ahead)
                         self._ask(b, w.load(v, b.mul(n, I64(8)), I64), lines)
                 columns(at, place, count)
 
-        return _emit(_void(9), body, "v, keys, p, alpha, acc, acc_row, dim_v, ahead, lines")
+        return _emit(_void(10), body, "v, keys, p, p_row, alpha, acc, acc_row, dim_v, ahead, lines")
 
     @functools.cached_property
     def peak(self) -> Any:
-        """peak(s, top, keys): one vector of rows, top = the largest of its scores; NaN is passed over."""
+        """peak(s, s_row, top, keys): one vector of rows, top = the largest of its scores; NaN is passed over."""
 
-        def body(b, s, top, keys):
+        def body(b, s, s_row, top, keys):
             w = self.words(b)
             (cell,) = self._sums(w, 1)
             b.store(w.k(float("-inf")), cell)
             with cgutils.for_range(b, keys, intp=I64) as key:
-                b.store(w.maximum(w.load(s, b.mul(key.index, I64(ROW))), b.load(cell)), cell)
+                b.store(w.maximum(w.load(s, b.mul(key.index, s_row)), b.load(cell)), cell)
             w.store(b.load(cell), top)
+
+        return _emit(_void(4), body, "s, s_row, top, keys")
+
+    @functools.cached_property
+    def weigh_vector(self) -> Any:
+        """weigh(s, s_row, p, p_row, pivot, l, keys): one vector of rows, p = e^(s - pivot), l += its sums. p may lie
+        where s does, its rows no longer than those of s."""
+
+        def body(b, s, s_row, to, to_row, pivot, total, keys):
+            w = self.words(b)
+            base, (cell,) = w.load(pivot), self._sums(w, 1)
+            with cgutils.for_range(b, keys, intp=I64) as key:
+                p = w.weight(b.fsub(w.load(s, b.mul(key.index, s_row)), base))
+                w.store(p, to, b.mul(key.index, to_row))
+                b.store(b.fadd(b.load(cell), p), cell)
+            w.store(b.fadd(w.load(total), b.load(cell)), total)
+
+        return _emit(_void(7), body, "s, s_row, p, p_row, pivot, l, keys")
+
+    def _few(self, b: ir.IRBuilder, keys: ir.Value) -> Any:
+        """A loop over vectors of rows of ROWS scores."""
+        most = I64(self.lanes // ROWS)
+        return cgutils.for_range(b, b.udiv(b.add(keys, b.sub(most, I64(1))), most), intp=I64)
+
+    def _halved(self, w: Words, vector: ir.Value, join: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
+        """ROWS numbers, each of all that stand ROWS lanes apart."""
+        lanes = self.lanes
+        while lanes > ROWS:
+            lanes //= 2
+            orders = [ir.Constant(ir.VectorType(I32, lanes), list(range(k, k + lanes))) for k in (0, lanes)]
+            vector = join(*[w.b.shuffle_vector(vector, vector, order) for order in orders])
+        return vector
+
+    def _repeated(self, w: Words, address: ir.Value) -> ir.Value:
+        """ROWS numbers, again and again up to a vector."""
+        four = w.load(address, 0, ir.VectorType(F32, ROWS))
+        return w.b.shuffle_vector(four, four, ir.Constant(w.i, [n % ROWS for n in range(self.lanes)]))
+
+    @functools.cached_property
+    def peak_few(self) -> Any:
+        """peak(s, top, keys): `peak` of close rows of ROWS. What fills up the last vector becomes -inf first."""
+
+        def body(b, s, top, keys):
+            w, none = self.words(b), self.words(b).k(float("-inf"))
+            w.store(none, s, b.mul(keys, I64(4 * ROWS)))
+            (cell,) = self._sums(w, 1)
+            b.store(none, cell)
+            with self._few(b, keys) as loop:
+                b.store(w.maximum(w.load(s, b.mul(loop.index, I64(self.vector_bytes))), b.load(cell)), cell)
+            larger = lambda x, y: b.select(b.fcmp_ordered(">", x, y), x, y)  # noqa: E731
+            w.store(self._halved(w, b.load(cell), larger), top)
 
         return _emit(_void(3), body, "s, top, keys")
 
     @functools.cached_property
-    def weigh_vector(self) -> Any:
-        """weigh(s, pivot, l, keys): one vector of rows, s = e^(s - pivot), l += its sums."""
+    def weigh_few(self) -> Any:
+        """weigh(s, pivot, l, keys): `weigh_vector` of close rows of ROWS, where they lie."""
 
         def body(b, s, pivot, total, keys):
             w = self.words(b)
-            base, (cell,) = w.load(pivot), self._sums(w, 1)
-            with cgutils.for_range(b, keys, intp=I64) as key:
-                at = b.mul(key.index, I64(ROW))
+            base, (cell,) = self._repeated(w, pivot), self._sums(w, 1)
+            with self._few(b, keys) as loop:
+                at = b.mul(loop.index, I64(self.vector_bytes))
                 p = w.weight(b.fsub(w.load(s, at), base))
                 w.store(p, s, at)
                 b.store(b.fadd(b.load(cell), p), cell)
-            w.store(b.fadd(w.load(total), b.load(cell)), total)
+            sums = self._halved(w, b.load(cell), b.fadd)
+            w.store(b.fadd(w.load(total, 0, sums.type), sums), total)
 
-        return _emit(_void(4), body, "s, pivot, total, keys")
+        return _emit(_void(4), body, "s, pivot, l, keys")
 
     def finish_row(self, dtype: str) -> Any:
         """finish(acc, dim_v, factor, to) -> not 0 if a number is not finite: one row of sums, rounded to `dtype`, to

@@ -85,6 +85,10 @@ class Words:
         self.b._insert(found)
         return found
 
+    def unknown(self, address: ir.Value) -> ir.Value:
+        """address, of which LLVM does not know that it is: what was loaded from there is loaded again."""
+        return self.b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [address], True)
+
     def prefetch(self, base: ir.Value, offset: int, write: bool = False) -> None:
         """Ask for a line of memory in the second-level cache, to be read or written; the address need not exist."""
         byte = ir.IntType(8).as_pointer()
