@@ -15,13 +15,15 @@ dq, too; other leaves have passes of their own there, and of those along columns
 from __future__ import annotations
 
 import math
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from tilewise.backends.hopper.backward_tiles import plan_backward, way_of
-from tilewise.backends.hopper.compile import GluonLauncher, descriptor_type, shared_layout
+from tilewise.backends.hopper.boxes import Box, bare, boxed, keyed_strides, line_box
+from tilewise.backends.hopper.compile import GluonLauncher
+from tilewise.backends.hopper.counters import is_capturing
 from tilewise.backends.hopper.descriptors import readable
 from tilewise.backends.hopper.repeat_backward import Own, Tape, kind_of, outside, remember, tapes
 from tilewise.backends.hopper.source import module_of
@@ -38,7 +40,7 @@ from tilewise.backends.triton.machine import machine_of
 from tilewise.backends.triton.source import Entry, argument_types
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -83,8 +85,9 @@ AGAIN = Entry(
     "prepare_again", "tilewise.backends.hopper.backward_line_kernels", "again_program", PREPARE.arguments,
     PREPARE.functions, tuple(c for c in PREPARE.constants if c != "ALIGNED"),
 )  # fmt: skip
-_lock = threading.Lock()
 _launchers: dict[tuple[object, ...], GluonLauncher] = {}
+_compiled: set[tuple[object, ...]] = set()
+"""Kinds of calls whose kernels were compiled side by side."""
 
 
 class Lines(NamedTuple):
@@ -110,6 +113,8 @@ class HopperCall(Call):
     ALIGNED = False
     own_do: Tensor
     """do as the copy engine reads it, in the inputs' type."""
+    wanted: list[Callable[[], Any]] | None = None
+    """Where nothing is launched, what would be."""
 
     def __init__(self, *values: Any) -> None:
         self.tape = Tape()
@@ -133,8 +138,12 @@ class HopperCall(Call):
     def _sums(self, sites: tuple[int, ...], tokens: int) -> Tensor:
         return self.tape.keep(super()._sums(sites, tokens), 0.0 if self.varlen else None)
 
-    def start(self, run: Any, grid: int, values: Sequence[object]) -> None:
-        """Launch a kernel."""
+    def start(self, make: Callable[[], Any], grid: int, values: Sequence[object]) -> None:
+        """Launch a kernel; make gives its launcher, and compiles it at first use."""
+        if self.wanted is not None:
+            self.wanted.append(make)
+            return
+        run = make()
         self.tape.note(run, grid, values)
         run(grid, values)
 
@@ -165,7 +174,7 @@ class HopperCall(Call):
             ("EVEN", self.dv == s.head_dim_v), ("BM", self.plan.rows),
         )  # fmt: skip
         build = Build(types_of(names, values, kinds), (0, 1, 7, 8, 9), constants, 4, 1)
-        self.start(plain_launcher(fill_lines, build, self.device), count, values)
+        self.start(lambda: plain_launcher(fill_lines, build, self.device), count, values)
         if exact:
             self.prepare()
         return Lines(m, delta, sums, sums[count * floats :].view(torch.int32), tiles)
@@ -185,7 +194,8 @@ class HopperCall(Call):
             entry, grid = AGAIN, min(grid, 4 * machine_of(self.device).sms)
         self.ahead = []
         super().launch(entry, tiles, grid, values, registers, **constants)
-        self.start(kernel_launcher(*self.ahead[0]), grid, (*values, *self.data))
+        kernel = self.ahead[0]
+        self.start(lambda: kernel_launcher(*kernel), grid, (*values, *self.data))
 
     def collect(self, lines: Lines, dq: Tensor, parts: int, width: int) -> None:
         """dq from its sums, where the main kernel did not make it."""
@@ -207,7 +217,7 @@ class HopperCall(Call):
         heads = s.num_heads_q * (1 if self.varlen else s.batch)
         shares = -(-way.shares // SHARES.value) if way.ahead else 0
         grid = lines.tiles * heads - first + shares
-        self.start(plain_launcher(collect_rows, build, self.device), grid, values)
+        self.start(lambda: plain_launcher(collect_rows, build, self.device), grid, values)
 
     # ---- the main kernels ----------------------------------------------------------------------------------
 
@@ -278,14 +288,16 @@ class HopperCall(Call):
         )  # fmt: skip
         build = Build(types, aligned, tuple((n, constants[n]) for n in entry.constants), 4, 1, registers)
         key = (self.problem.spec.text, self.slots, entry.name, build, self.device)
-        run = _launchers.get(key)
-        if run is None:
-            with _lock:
-                run = _launchers.get(key)
-                if run is None:
-                    module = module_of(self.problem.spec, self.slots, entry.module, (entry,))
-                    run = _launchers[key] = GluonLauncher(getattr(module, entry.name), build, self.device)
-        self.start(run, grid, [bare(v) for v in values])
+
+        def make() -> GluonLauncher:
+            run = _launchers.get(key)
+            if run is None:
+                module = module_of(self.problem.spec, self.slots, entry.module, (entry,))
+                made = GluonLauncher(getattr(module, entry.name), build, self.device)
+                run = _launchers.setdefault(key, made)
+            return run
+
+        self.start(make, grid, [bare(v) for v in values])
 
     def box(self, t: Tensor, rows: int, width: int) -> Box:
         """A descriptor of a q-, k- or v-like tensor in blocks of rows x width."""
@@ -293,43 +305,6 @@ class HopperCall(Call):
         # A dimension of one element may have any stride that the hardware takes.
         strides = [x if n > 1 else 8 for n, x in zip(view.shape[:3], view.stride()[:3], strict=True)] + [1]
         return boxed(t, list(view.shape), strides, [1, 1, rows, width])
-
-
-class Box(NamedTuple):
-    """A descriptor and its type."""
-
-    kind: str
-    descriptor: Any
-
-
-def bare(value: object) -> object:
-    """What a launch takes."""
-    return value.descriptor if isinstance(value, Box) else value
-
-
-def boxed(t: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Box:
-    """A descriptor with the swizzle that products want."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = shared_layout(t.dtype, block)
-    return Box(descriptor_type(t.dtype, block), TensorDescriptor(t, shape, strides, block, layout))
-
-
-def line_box(t: Tensor, rows: int) -> Box:
-    """A descriptor of the rows' numbers in tiles."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = gl.NVMMASharedLayout(0, 32, 2)
-    found = TensorDescriptor(t, [1, t.numel()], [t.numel(), 1], [1, rows], layout)
-    return Box(f"tensordesc<fp32[1, {rows}],{layout!r}>", found)
-
-
-def keyed_strides(problem: Problem, t: Tensor) -> tuple[int, int, int]:
-    """(batch, head, token) strides of a q- or k-like tensor."""
-    from tilewise.backends.triton.launch import four_strides
-
-    return four_strides(problem, t)[:3]
 
 
 # ---- one backward --------------------------------------------------------------------------------------------
@@ -355,15 +330,26 @@ def backward(
     sites = Sites((), (), -1, (), (), ())
     if any(needs.leaves):
         sites = sort_sites(problem, inputs.leaves, tuple(needs.leaves))
-    plan = plan_backward(problem)
     if sites.columns or (problem.options.deterministic and sites.scatters):
         return None
+    call = HopperCall(problem, inputs, saved, grads, slots)
+    if not (inputs.q.is_cuda and is_capturing()) and compile_together(call, sites, needs):
+        call = HopperCall(problem, inputs, saved, grads, slots)
+    found = run(call, sites, needs)
+    # Tables of blocks are made from what the leaves hold.
+    if kind is not None and kind not in tapes and not slots.tables:
+        remember(kind, call.tape, given, found)
+    return found
+
+
+def run(call: HopperCall, sites: Sites, needs: Needs) -> Gradients:
+    """The launches of a call, in order."""
+    inputs, problem, plan = call.inputs, call.problem, call.plan
     wants_sink = needs.sink and inputs.sink is not None
     # The sink's gradient is made from the sums of all slopes of rows, where all keys are there.
     rows = (*sites.rows, SLOPES) if wants_sink and not problem.options.subset else sites.rows
     own_rows = not rows and sites.pair < 0
     add = own_rows and plan.adds
-    call = HopperCall(problem, inputs, saved, grads, slots)
     call.own_do = call.do
     if call.do.dtype != problem.dtype or not readable(problem, (call.do,)):
         call.own_do = call.do.to(problem.dtype).contiguous()
@@ -382,8 +368,23 @@ def backward(
     sink = None
     if wants_sink:
         sink = sink_gradient(call, None if problem.options.subset else sums[-1])
-    found = Gradients(dq, dk, dv, leaves.finish(), sink)
-    # Tables of blocks are made from what the leaves hold.
-    if kind is not None and kind not in tapes and not slots.tables:
-        remember(kind, call.tape, given, found)
-    return found
+    return Gradients(dq, dk, dv, leaves.finish(), sink)
+
+
+def compile_together(call: HopperCall, sites: Sites, needs: Needs) -> bool:
+    """The first call of a kind is gone through once without a launch, to see which kernels there are, and those are
+    compiled side by side: Triton spends most of that time outside of Python. False if that was done before."""
+    problem, s = call.problem, call.problem.shape
+    kind = (
+        problem.spec.text, problem.options, problem.dtype, s.head_dim, s.head_dim_v, call.slots, call.plan,
+        call.way.ahead, call.device, needs, call.inputs.q_offset is None, call.dlse is None,
+    )  # fmt: skip
+    if kind in _compiled:
+        return False
+    call.wanted = []
+    run(call, sites, needs)
+    with ThreadPoolExecutor(len(call.wanted)) as pool:
+        for done in [pool.submit(make) for make in call.wanted]:
+            done.exception()  # what failed is tried again, and raises there
+    _compiled.add(kind)
+    return True
