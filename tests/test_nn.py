@@ -79,6 +79,9 @@ def test_rotary_turns_pairs_by_complex_numbers(interleaved):
     turned = (turned if interleaved else turned.transpose(-1, -2)).flatten(-2)
     torch.testing.assert_close(rotary(x, positions), torch.cat([turned, x[..., 6:]], -1))
     assert torch.equal(rotary(x, torch.zeros(5, dtype=torch.int64)), x)
+    for other in (x[:, :1, ..., :6], x[:, :1].half()):
+        pair = rotary.both(x, other, positions)
+        assert all(torch.equal(a, rotary(b, positions)) for a, b in zip(pair, (x, other), strict=True))
     with pytest.raises(tw.OptionError, match="even"):
         twnn.Rotary(5)
     with pytest.raises(tw.ShapeError, match="turns 6"):
