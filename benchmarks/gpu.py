@@ -18,9 +18,12 @@ of keys and values), peak bytes of a call beyond its inputs.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
+import os
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,7 +39,7 @@ from tilewise.cli.timing import Limits, side_stream, time_calls
 
 DEVICE = torch.device("cuda")
 ROUNDS = 12
-HOST_CALLS = 300
+HOST_CALLS, HOST_ROUNDS = 100, 25
 
 
 class TooSlow(Exception):
@@ -117,31 +120,41 @@ def measure(cell: Cell, which: str, names: list[str], seconds: int, rounds: int)
     return {"cell": cell.name, "which": which, "contenders": found}
 
 
+def host_time(call: Callable[[], Any]) -> float:
+    """Microseconds of the host for a call, over HOST_CALLS of them."""
+    for _ in range(HOST_CALLS // 5):
+        call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(HOST_CALLS):
+        call()
+    return (time.perf_counter() - start) / HOST_CALLS * 1e6
+
+
 def host(names: list[str], seconds: int) -> Iterator[dict[str, Any]]:
-    """Microseconds of the host for a tiny eager call, without and with autograd."""
+    """Microseconds of the host for a tiny eager call, without and with autograd: contenders in turns on one core."""
     cell = Cell("tiny-B1-H4-N64-D64", 1, 4, 4, 64, 64)
     for which in ("forward", "autograd"):
         found: dict[str, Any] = {}
+        calls: dict[str, Callable[[], Any]] = {}
         for name in names:
             try:
                 with patience(seconds):
                     layout, attend = contender(name, cell)
-                    tensors = cell.draw(layout)
-                    if which == "autograd":
-                        tensors = [t.requires_grad_() for t in tensors]
-                    for _ in range(20):
-                        attend(*tensors)
+                    tensors = [t.requires_grad_(which == "autograd") for t in cell.draw(layout)]
+                    calls[name] = functools.partial(attend, *tensors)
+                    calls[name]()
             except Exception as error:
                 found[name] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
-                continue
-            samples = []
-            for _ in range(5):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(HOST_CALLS // 5):
-                    attend(*tensors)
-                samples.append((time.perf_counter() - start) / (HOST_CALLS // 5) * 1e6)
-            found[name] = {"host_us": round(sorted(samples)[2], 2), "all_us": [round(s, 2) for s in samples]}
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {max(cores)})
+        for _ in range(HOST_ROUNDS):
+            for name, call in calls.items():
+                samples[name].append(host_time(call))
+        os.sched_setaffinity(0, cores)
+        for name, times in samples.items():
+            found[name] = {"host_us": round(statistics.median(times), 2), "least_us": round(min(times), 2)}
         yield {"cell": cell.name, "which": which, "contenders": found}
 
 
@@ -153,7 +166,7 @@ def short(line: dict[str, Any]) -> str:
         if f"cold_{rate}" in found:
             words.append(f"{name} {found[f'cold_{rate}']}/{found.get(f'hot_{rate}', '-')}")
         elif "host_us" in found:
-            words.append(f"{name} {found['host_us']} us")
+            words.append(f"{name} {found['host_us']} us (least {found['least_us']})")
         else:
             words.append(f"{name} - ({(found.get('refused') or found.get('failed') or '')[:70]})")
     return f"{line['cell']:28s} {line['which']:9s} " + "  ".join(words)

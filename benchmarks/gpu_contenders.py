@@ -5,7 +5,8 @@ q, k, v and the cell's trained leaf, if it has one, and returns out. What a user
 code, slopes) is made before and is in no time.
 
     triton, hopper, ...   tilewise.attention with that backend; `+atomics` says deterministic=False, `+exact` True
-    sdpa_flash, sdpa_cudnn   scaled_dot_product_attention held to one backend
+    sdpa                  scaled_dot_product_attention with the backend that it picks; not beside the next two
+    sdpa_flash, sdpa_cudnn   the same held to one backend
     flex, flex_tuned, flex_flash   flex_attention compiled by default, with mode max-autotune-no-cudagraphs, and with
                           its kernel of flash_attn.cute (BACKEND="FLASH"); flex@M1-N1-M2-N2-STAGES-WARPS holds its
                           backward to one of the choices that max-autotune looks at
@@ -174,11 +175,11 @@ def ours(cell: Cell, backend: str) -> tuple[str, Attend]:
 # ---- the others ----------------------------------------------------------------------------------------------
 
 
-def sdpa(cell: Cell, backend: str) -> tuple[str, Attend]:
-    """scaled_dot_product_attention, one backend."""
+def sdpa(cell: Cell, backend: str | None = None) -> tuple[str, Attend]:
+    """scaled_dot_product_attention, of one backend or as it comes."""
     if cell.mask not in ("full", "causal") or cell.score or (cell.mask == "causal" and cell.rows != cell.n):
         raise Refused("a boolean matrix or a bias is another kernel")
-    flags = {n: n == backend for n in ("flash", "mem_efficient", "math", "cudnn")}
+    flags = {n: n == backend for n in ("flash", "mem_efficient", "math", "cudnn") if backend}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         for name, on in flags.items():
@@ -275,6 +276,7 @@ def flash(cell: Cell, version: str) -> tuple[str, Attend]:
 def contender(name: str, cell: Cell) -> tuple[str, Attend]:
     """(layout, attend) of the library of that name. Raises Refused, or whatever the library raises."""
     others = {
+        "sdpa": lambda: sdpa(cell),
         "sdpa_flash": lambda: sdpa(cell, "flash"),
         "sdpa_cudnn": lambda: sdpa(cell, "cudnn"),
         "flex": lambda: flex(cell, None),
