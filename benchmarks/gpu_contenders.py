@@ -210,6 +210,8 @@ def flex(cell: Cell, mode: str | None, options: dict[str, Any] | None = None) ->
     torch._functorch.config.donated_buffer = False
     compiled = torch.compile(flex_attention, dynamic=False, mode=mode)
     block_mask = None
+    if cell.mask.startswith("documents"):
+        _ = cell.documents  # drawn here: create_block_mask lets nothing be drawn
     if cell.mask != "full":
         block_mask = create_block_mask(
             lambda b, h, i, j: cell.keep(i, j), None, None, cell.rows, cell.n, device="cuda"
