@@ -7,7 +7,9 @@ slow path, accuracy, start.
 Both through their public calls with outputs allocated inside, in one process, interleaved, the order
 alternating; medians and quartiles. The first line holds the machine, the multiply-add peak and the reading
 bandwidth measured in the same run; they are measured again at the end. Timings with other work on the machine
-are not to be trusted: the load average stands in both lines.
+are not to be trusted: the load average stands in both lines. Between the calls of forward and backward the rate of
+multiply-adds is measured, between those of decode that of torch.sum: "share" is the part of it that is reached, of
+medians over the same seconds.
 """
 
 from __future__ import annotations
@@ -35,8 +37,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEADS = {128: 16, 512: 16, 1024: 8, 4096: 2, 8192: 1}
 
 
-def interleave(calls: list[Callable[[], object]], budget: float, most: int = 41) -> list[dict[str, float]]:
-    """Median and quartiles of each call in seconds, for about `budget` seconds altogether."""
+def interleave(
+    calls: list[Callable[[], object]],
+    budget: float,
+    most: int = 41,
+    beside: Callable[[], object] | None = None,
+) -> list[dict[str, float]]:
+    """Median and quartiles of each call in seconds, for about `budget` seconds altogether. beside: called in every
+    round."""
     for call in calls:
         call()
     times: list[list[float]] = [[] for _ in calls]
@@ -47,6 +55,8 @@ def interleave(calls: list[Callable[[], object]], budget: float, most: int = 41)
             before = time.perf_counter()
             calls[c]()
             times[c].append(time.perf_counter() - before)
+        if beside is not None:
+            beside()
         if n >= 4 and time.perf_counter() - start > budget:
             break
     quarters = [statistics.quantiles(t, n=4) for t in times]
@@ -59,6 +69,28 @@ def draw(
     """q, k and v."""
     shapes = ((b, h, nq, d), (b, hkv, nk, d), (b, hkv, nk, d))
     return [torch.randn(s).to(dtype).requires_grad_(grad) for s in shapes]
+
+
+class Bound:
+    """What bounds a call, measured between its runs: multiply-adds, or bytes read."""
+
+    def __init__(self, reads: bool = False) -> None:
+        self.rates: list[float] = []
+        self.memory = torch.ones(1 << 25) if reads else None
+
+    def __call__(self) -> None:
+        if self.memory is None:
+            self.rates.append(multiply_add_rate(torch.get_num_threads(), 1))
+        else:
+            before = time.perf_counter()
+            self.memory.sum()
+            self.rates.append(4 * self.memory.numel() / (time.perf_counter() - before))
+
+    def add(self, found: dict, rate: float) -> dict:
+        """The median, and the part of it that `rate` is."""
+        median = statistics.median(self.rates)
+        name = "fma_gflops" if self.memory is None else "read_gbytes"
+        return found | {name: round(median / 1e9, 1), "share": round(rate / median, 3)}
 
 
 def line(section: str, what: dict, times: list[dict[str, float]], flops: float = 0.0) -> dict:
@@ -83,12 +115,13 @@ def forward(budget: float, quick: bool):
             for n in (512, 1024, 4096) if quick else (512, 1024, 4096, 8192):
                 q, k, v = draw(1, HEADS[n], HEADS[n], n, n, d, dtype)
                 for causal in (False, True):
-                    mask = tw.causal() if causal else None
+                    mask, bound = tw.causal() if causal else None, Bound()
                     times = interleave(
                         [lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal),  # noqa: B023
-                         lambda: tw.attention(q, k, v, mask=mask, backend="cpu")], budget)  # noqa: B023  # fmt: skip
+                         lambda: tw.attention(q, k, v, mask=mask, backend="cpu")], budget, beside=bound)  # noqa: B023  # fmt: skip
                     what = {"dtype": name, "D": d, "N": n, "H": HEADS[n], "causal": causal}
-                    yield line("forward", what, times, 4 * HEADS[n] * n * n * d / (2 if causal else 1))
+                    flops = 4 * HEADS[n] * n * n * d / (2 if causal else 1)
+                    yield bound.add(line("forward", what, times, flops), flops / times[1]["median"])
 
 
 def backward(budget: float, quick: bool):
@@ -100,13 +133,13 @@ def backward(budget: float, quick: bool):
                 for causal in (False, True):
                     outs = [F.scaled_dot_product_attention(*inputs, is_causal=causal),
                             tw.attention(*inputs, mask=tw.causal() if causal else None, backend="cpu")]  # fmt: skip
-                    do = torch.randn_like(outs[0])
+                    do, bound = torch.randn_like(outs[0]), Bound()
                     times = interleave(
                         [lambda o=o: torch.autograd.grad(o, inputs, do, retain_graph=True) for o in outs],  # noqa: B023
-                        budget,
-                    )
+                        budget, beside=bound)  # fmt: skip
                     what = {"dtype": name, "D": d, "N": n, "H": HEADS[n], "causal": causal}
-                    yield line("backward", what, times, 10 * HEADS[n] * n * n * d / (2 if causal else 1))
+                    flops = 10 * HEADS[n] * n * n * d / (2 if causal else 1)
+                    yield bound.add(line("backward", what, times, flops), flops / times[1]["median"])
 
 
 def decode(budget: float, quick: bool):
@@ -114,15 +147,13 @@ def decode(budget: float, quick: bool):
     for name, dtype in DTYPES.items():
         for b in (1,) if quick else (1, 8):
             for n in (4096,) if quick else (4096, 32768):
-                q, k, v = draw(b, 32, 8, 1, n, 128, dtype)
+                (q, k, v), bound = draw(b, 32, 8, 1, n, 128, dtype), Bound(reads=True)
                 times = interleave(
                     [lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),  # noqa: B023
-                     lambda: tw.attention(q, k, v, backend="cpu")], budget)  # noqa: B023  # fmt: skip
+                     lambda: tw.attention(q, k, v, backend="cpu")], budget, beside=bound)  # noqa: B023  # fmt: skip
                 found = line("decode", {"dtype": name, "B": b, "N": n, "H": 32, "H_kv": 8, "D": 128}, times)
-                found["tilewise_gbytes"] = round(
-                    2 * k.numel() * k.element_size() / times[1]["median"] / 1e9, 2
-                )
-                yield found
+                rate = 2 * k.numel() * k.element_size() / times[1]["median"]
+                yield bound.add(found | {"tilewise_gbytes": round(rate / 1e9, 2)}, rate)
 
 
 def short(budget: float, quick: bool):

@@ -160,7 +160,7 @@ def build_decode(isa: Isa, dtype: str) -> Any:
         for x in range((count + ROWS - 1) // ROWS * ROWS):
             # Rows past the last one are the last one again.
             pack_row(load_i64(w + LANES.row_address, x), dim, q + x * q_row, scale)
-        fill(acc, STRIP * acc_row // 4, f32(0.0))
+        fill(acc, (count + ROWS - 1) // ROWS * ROWS * (acc_row // 4), f32(0.0))
         # Lanes that are no rows are read too.
         most = min(block, keys[1] - keys[0])
         fill(s, most * STRIP, f32(0.0))

@@ -32,6 +32,8 @@ KEPT = 100_000_000
 """Multiply-adds up to which a call's scratch is kept for the next: longer calls do not feel its allocation."""
 SMALL = 4096
 """Rows up to which a block keeps memory for an lse that nobody asked for."""
+PARTS = 1 << 18
+"""float32 of the parts of a split call up to which a block keeps memory for them."""
 _Q, _K, _V, _OUT, _LSE, _SPEC = P.q, P.k, P.v, P.out, P.lse, P.spec
 _TASK, _THREAD, _FLAG, _SCRATCH, _NUM_TASKS = P.task, P.thread, P.flag, P.scratch, P.num_tasks
 _free_scratch: dict[int, list[tuple[Tensor, int]]] = {}
@@ -51,6 +53,7 @@ class _Block(launch.Block):
         super().__init__()
         self.address = ctypes.addressof(self.values)
         self.lse: Tensor | None = None
+        self.parts: Tensor | None = None
         self.spec: ctypes.Array | None = None
 
 
@@ -126,7 +129,9 @@ class Forward:
         if uses_pairs(isa, dtype) and not decode:
             work = max(work, self._tasks * launch.LEAST_OF_PAIRS)
         self._most_threads = 1 if work < launch.ALONE else self._tasks
-        self._keeps_scratch = work <= KEPT
+        # That of few rows is small whatever the keys.
+        self._keeps_scratch = decode or work <= KEPT
+        self._merged = block.values[P.num_segments] * s.num_heads_q
         self._each = -(-launch.scratch_bytes(problem) // 64) * 64
         block.set(P.scratch_bytes, self._each)
         self._lse_shape = lse.shape
@@ -202,8 +207,9 @@ class Forward:
 
     def short(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], bool] | None:
         """`run` for a call of one launch, without leaves and copies, as short as Python makes it; else None."""
-        more = self._turn_tasks or self._splits > 1 or self._leaf_at or self._with_sink
+        more = self._turn_tasks or self._leaf_at or self._with_sink
         large = self._lse_shape.numel() > SMALL or not self._keeps_scratch
+        large = large or self._splits * self._part_rows * (self._dim_v + 1) > PARTS
         if more or large or self._copied or not self._tasks:
             return None
         # Room for as many threads as may be asked for later.
@@ -215,6 +221,9 @@ class Forward:
         blocks, size, make = self._free, self._each * threads, self._make
         scratches = _free_scratch.setdefault(size, [])
         lse_shape, tasks, get_num_threads = self._lse_shape, self._tasks, torch.get_num_threads
+        splits, merged, set_parts = self._splits, self._merged, self._set_parts
+        merge = self._combine() if splits > 1 else 0
+        merger = pool.worker(merge) if merge else None
 
         def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> bool:
             try:
@@ -235,10 +244,20 @@ class Forward:
             values[_SCRATCH] = scratch[1]
             values[_TASK] = values[_THREAD] = values[_FLAG] = 0
             values[_NUM_TASKS] = tasks
-            if launcher is None or pool.is_forked():
+            if merge:
+                set_parts(block, splits)
+            alone = launcher is None or pool.is_forked()
+            if alone:
                 worker(block.address)
             else:
                 launcher(function, block.address, min(threads, get_num_threads()), 0)
+            if merge:
+                values[_TASK] = values[_THREAD] = 0
+                values[_NUM_TASKS] = merged
+                if alone:
+                    merger(block.address)  # type: ignore[misc]
+                else:
+                    launcher(merge, block.address, min(threads, get_num_threads()), 0)
             finite = values[_FLAG] == 0
             scratches.append(scratch)
             blocks.append(block)
@@ -246,11 +265,20 @@ class Forward:
 
         return run
 
+    def _set_parts(self, block: _Block, splits: int) -> Tensor:
+        """Memory for the parts of the splits."""
+        rows, parts = splits * self._part_rows, block.parts
+        size = rows * (self._dim_v + 1)
+        if parts is None or parts.numel() < size:
+            parts = torch.empty(size, dtype=torch.float32, device="cpu")
+            block.parts = parts if size <= PARTS else None
+        block.values[P.part_out] = parts.data_ptr()
+        block.values[P.part_lse] = parts.data_ptr() + 4 * rows * self._dim_v
+        return parts
+
     def _run_split(self, block: _Block, threads: int, tasks: int, splits: int) -> None:
         """Parts by key split, then their merge."""
-        rows = splits * self._part_rows
-        part = torch.empty(rows * (self._dim_v + 1), dtype=torch.float32, device="cpu")
-        block.values[P.part_out] = part.data_ptr()
-        block.values[P.part_lse] = part.data_ptr() + 4 * rows * self._dim_v
+        parts = self._set_parts(block, splits)
         block.run(self._forward, tasks, threads)
         block.run(self._combine(), block.values[P.num_segments] * self._heads, threads)
+        del parts  # read until here

@@ -86,10 +86,14 @@ class RowMicro(Micro):
             w.b.store(w.k(0.0), cell)
         return cells
 
-    def _exchanged(self, w: Words, vectors: list[ir.Value], low: list[int], high: list[int]) -> list[ir.Value]:
+    def _exchanged(
+        self, w: Words, vectors: list[ir.Value], low: list[int], high: list[int]
+    ) -> list[ir.Value]:
         """The sums of two exchanges of each two vectors."""
         pairs = zip(vectors[0::2], vectors[1::2], strict=True)
-        found = [[w.b.shuffle_vector(a, c, ir.Constant(w.i, order)) for order in (low, high)] for a, c in pairs]
+        found = [
+            [w.b.shuffle_vector(a, c, ir.Constant(w.i, order)) for order in (low, high)] for a, c in pairs
+        ]
         return [w.b.fadd(*parts) for parts in found]
 
     def _fours(self, w: Words, vectors: list[ir.Value]) -> list[ir.Value]:
@@ -182,7 +186,9 @@ class RowMicro(Micro):
                             for key, number in enumerate(numbers):
                                 cell = sums[key * rows + r]
                                 b.store(w.fma(number, row, b.load(cell)), cell)
-                self._store_scores(w, [b.load(cell) for cell in sums], b.add(s, b.mul(first, s_row)), s_row, rows)
+                self._store_scores(
+                    w, [b.load(cell) for cell in sums], b.add(s, b.mul(first, s_row)), s_row, rows
+                )
 
         return _emit(_void(9), body, "k, keys, q, q_row, dim, s, s_row, ahead, lines")
 
