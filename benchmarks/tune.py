@@ -37,6 +37,8 @@ KEYS = {
 }
 """Candidates of the key kernel by head dimension: rows walked, keys owned, warps, stages, and the most registers of a
 thread."""
+APART = {256: "32,128,8,2:64,128,8,2 32,128,8,2:32,128,8,2 64,64,4,2:32,128,8,2"}
+"""Candidates of the key kernel where dk and dv are launches of their own, by head dimension: dk:dv."""
 ROWS = {
     64: "64,128,4,3 64,64,4,3 64,64,4,4 128,64,8,3 128,128,8,2",
     128: "128,64,8,3 128,64,8,2 64,64,4,2 64,64,4,3 64,32,4,3 64,32,4,4",
@@ -127,6 +129,12 @@ def candidates(kind: Kind) -> Iterator[tuple[str, tuple[Tiles, int]]]:
     yield from (("triton.rows", t) for t in choices(ROWS[kind.d]))
 
 
+def apart(kind: Kind) -> list[tuple[Tiles, Tiles]]:
+    """Candidates of dk and dv by launches of their own."""
+    pairs = (word.split(":") for word in APART.get(kind.d, "").split())
+    return [(choices(dk)[0][0], choices(dv)[0][0]) for dk, dv in pairs]
+
+
 def launch(
     call: launch_backward.Call, kernel: str, choice: tuple[Tiles, int], swizzle: int | None = None
 ) -> Callable[[], object]:
@@ -134,9 +142,31 @@ def launch(
     base = choose_backward(call.problem, machine_of(call.device))
     field = "keys" if kernel == "triton.keys" else "rows"
     tiles, registers = choice
-    call.tiles = base._replace(**{field: tiles}, swizzle=swizzle or base.swizzle, registers=registers)
+    call.tiles = base._replace(
+        **{field: tiles}, swizzle=swizzle or base.swizzle, registers=registers, apart=None
+    )
     call.tile_runs = None  # of other tiles
     return lambda: call.key_gradients(()) if field == "keys" else call.row_gradients((), -1, None)
+
+
+def best_apart(
+    call: launch_backward.Call, kind: Kind, log: Path | None
+) -> tuple[float, dict[str, list[int]]]:
+    """The least seconds of dk and dv made apart, and the table's entries for that."""
+    found: tuple[float, dict[str, list[int]]] = (1e9, {})
+    for pair in apart(kind):
+        call.tiles = choose_backward(call.problem, machine_of(call.device))._replace(apart=pair)
+        call.tile_runs = None
+        try:
+            taken = seconds(lambda: call.key_gradients(()))
+        except Exception as error:  # a choice that does not fit is no candidate
+            print(kind.name, "apart", pair, type(error).__name__, str(error)[:80], flush=True)
+            continue
+        numbers = {"triton.dk": list(pair[0][:4]), "triton.dv": list(pair[1][:4])}
+        print(f"{kind.name:22s} {numbers} {taken * 1e3:.3f} ms", flush=True)
+        write(log, {"kind": kind.name, "kernel": "apart", "tiles": numbers, "seconds": taken})
+        found = min(found, (taken, numbers), key=lambda x: x[0])
+    return found
 
 
 def main() -> None:
@@ -156,6 +186,8 @@ def main() -> None:
         "triton.rows": {},
         "triton.swizzle": {},
         "triton.registers": {},
+        "triton.dk": {},
+        "triton.dv": {},
     }
     for number, kind in enumerate(k for k in kinds() if options.only in k.name):
         call = call_of(kind)
@@ -181,6 +213,10 @@ def main() -> None:
                 table[kernel][key] = list(tiles[:4])
                 if registers:
                     table["triton.registers"][key] = [registers]
+            taken, entries = best_apart(call, kind, options.log)
+            if taken < best["triton.keys"][0]:
+                for kernel, numbers in entries.items():
+                    table[kernel][key] = numbers
             save(options.output or tuning.table_path(device), device, table)
 
 

@@ -28,7 +28,7 @@ CASES = (
 FUNCTIONS = (
     "hidden_values", "visible_values_spread", "one_visible_key", "large_scores", "part_of_the_keys",
     "one_leaf_in_two_batches", "two_leaves_by_column_packed", "loads_ahead",
-    "tiles_looked_at_before", "products_used_twice", "nothing_written_outside",
+    "tiles_looked_at_before", "products_used_twice", "nothing_written_outside", "sums_made_apart",
 )  # fmt: skip
 
 
@@ -131,6 +131,23 @@ def test_tiles_fit_the_shared_memory(shared: int, dtype: torch.dtype, d: int) ->
         assert own >= 16 and other >= 16
         # The smallest tiles there are, 16 x 16, are taken where nothing fits.
         assert (own + other) * 2 * padded(d) * dtype.itemsize <= shared or own == other == 16
+
+
+def test_wide_heads_make_dk_and_dv_apart() -> None:
+    """Where the table says so, and tiles are loaded ahead; both fit the shared memory."""
+    from tilewise.backends.triton.backward_tiles import choose_backward
+    from tilewise.backends.triton.machine import Machine
+
+    machine = Machine("cuda", 90, 232448, 132, "NVIDIA H200")
+    shape = _problem(()).shape._replace(head_dim=256, head_dim_v=256)
+    found = choose_backward(replace(_problem(()), dtype=torch.bfloat16, shape=shape), machine)
+    assert [part for part, _ in found.key_parts(True)] == ["dk", "dv", "careful"]
+    assert [part for part, _ in found.key_parts(False)] == ["both", "careful"]
+    for tiles, operands in zip(found.apart, (2, 1), strict=True):
+        size = 2 * 256 * (operands * tiles.block_n + 2 * tiles.stages * tiles.block_m)
+        assert size <= machine.shared
+    narrow = choose_backward(replace(_problem(()), dtype=torch.bfloat16), machine)
+    assert narrow.apart is None
 
 
 def test_tables_of_tiles_are_whole() -> None:

@@ -163,6 +163,33 @@ def loads_ahead() -> bool:
     return holds
 
 
+def sums_made_apart() -> bool:
+    """dk and dv by a launch of their own each, as wide heads have them: the bits of one launch for both."""
+    from tilewise.backends.triton import launch_backward
+    from tilewise.backends.triton.tiles import Tiles
+
+    torch.manual_seed(0)
+    q, do = (torch.randn(1, 2, 100, 16, dtype=torch.float16) for _ in range(2))
+    k, v = (torch.randn(1, 1, 130, 16, dtype=torch.float16) for _ in range(2))
+    bias = torch.randn(1, 1, 1, 130)
+    work, choose, found = launch_backward.TMA_WORK, launch_backward.choose_backward, []
+    tiles = Tiles(32, 64, 4, 2)
+    try:
+        launch_backward.TMA_WORK = 0.0
+        for apart in (None, (tiles, tiles), (tiles, Tiles(64, 32, 4, 2))):
+            launch_backward.choose_backward = lambda *of, apart=apart: choose(*of)._replace(
+                keys=tiles, apart=apart
+            )
+            launch_backward._tiles.cache_clear()
+            found.append(_gradients("triton", q, k, v, do, bias, mask=tw.causal() & tw.custom(_of_heads)))
+    finally:
+        launch_backward.TMA_WORK, launch_backward.choose_backward = work, choose
+        launch_backward._tiles.cache_clear()
+    once, same, other = found
+    close = (float((a - b).abs().max()) < 5e-3 for a, b in zip(once, other, strict=True))
+    return all(torch.equal(a, b) for a, b in zip(once, same, strict=True)) and all(close)
+
+
 def _twice(s, q, k, x, y):
     return s + x[q] * (s + x[q] * y[k]) * x[q] * y[k] - abs(q - k) * 0.01
 
@@ -216,7 +243,7 @@ def tiles_looked_at_before() -> bool:
 FUNCTIONS: tuple[Callable[[], bool], ...] = (
     hidden_values, visible_values_spread, one_visible_key, large_scores, part_of_the_keys, one_leaf_in_two_batches,
     two_leaves_by_column_packed, loads_ahead, tiles_looked_at_before, products_used_twice,
-    nothing_written_outside,
+    nothing_written_outside, sums_made_apart,
 )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ KEYS = Entry(
     (
         "HAS_MASK", "HAS_TERMS", "SLOPED", "DROPOUT", "VARLEN", "LAST", "SITES", "BLOCK_M", "BLOCK_N",
         "STAGES", *_SHAPE,
-        "TMA", "CAREFUL", "ALIGNED", "RUNS", "SPLIT",
+        "TMA", "CAREFUL", "ALIGNED", "RUNS", "SPLIT", "PART",
     ),
 )  # fmt: skip
 RUNS = Entry(

@@ -25,7 +25,8 @@ instructions, and gives wrong results or faults for some widths where loads are 
 
 class BackwardTiles(NamedTuple):
     """A choice for each kernel; careful: those of the second look; registers: the most that a thread of the key kernel
-    has, 0 for no bound; split: whether PARTIAL and FULL tiles that are loaded ahead have loops of their own."""
+    has, 0 for no bound; split: whether PARTIAL and FULL tiles that are loaded ahead have loops of their own; apart: the
+    key kernel's where dk and dv are launches of their own, for calls that load ahead."""
 
     keys: Tiles
     rows: Tiles
@@ -34,6 +35,14 @@ class BackwardTiles(NamedTuple):
     swizzle: int
     registers: int = 0
     split: bool = False
+    apart: tuple[Tiles, Tiles] | None = None
+
+    def key_parts(self, ahead: bool) -> tuple[tuple[str, Tiles], ...]:
+        """The launches of the key kernel and their tiles: "both", or "dk" and "dv", and at last "careful", the second
+        look. ahead: whether tiles are loaded ahead."""
+        if ahead and self.apart is not None:
+            return ("dk", self.apart[0]), ("dv", self.apart[1]), ("careful", self.careful)
+        return ("both", self.keys), ("careful", self.careful)
 
 
 WIDEST_SPLIT = 64
@@ -104,6 +113,19 @@ def choose_backward(problem: Problem, machine: Machine) -> BackwardTiles:
         swizzle[0] if swizzle else (4 if problem.spec.keep is not None else 1),
         registers[0] if registers else 0,
         widest <= WIDEST_SPLIT and not is_narrowed(problem),
+        _apart(problem, d, dv, machine),
+    )
+
+
+def _apart(problem: Problem, d: int, dv: int, machine: Machine) -> tuple[Tiles, Tiles] | None:
+    """Tiles for dk and for dv alone, where a device's table has both: eight products for seven, but of tiles that half
+    of the sums leave room for."""
+    found = [_measured(problem, machine, f"triton.{part}") for part in ("dk", "dv")]
+    if found[0] is None or found[1] is None:
+        return None
+    size = problem.dtype.itemsize
+    return fit_keys(Tiles(*found[0]), d, dv, size, machine), fit_values(
+        Tiles(*found[1]), d, dv, size, machine
     )
 
 
@@ -149,6 +171,15 @@ def fit_keys(tiles: Tiles, d: int, dv: int, itemsize: int, machine: Machine) -> 
 
     def size(t: Tiles) -> int:
         return itemsize * ((t.block_n + max(t.stages, 1) * t.block_m) * (d + dv) + t.block_m * t.block_n)
+
+    return _fit(tiles, size, machine.shared)
+
+
+def fit_values(tiles: Tiles, d: int, dv: int, itemsize: int, machine: Machine) -> Tiles:
+    """The key kernel's tiles where it makes dv alone: k and `stages` of q and do."""
+
+    def size(t: Tiles) -> int:
+        return itemsize * (t.block_n * d + max(t.stages, 1) * t.block_m * (d + dv) + t.block_m * t.block_n)
 
     return _fit(tiles, size, machine.shared)
 

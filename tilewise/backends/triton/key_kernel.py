@@ -4,6 +4,9 @@ Grid: x = KV heads * key tiles (of all batch entries, or of the packed tokens). 
 head. Loop order: the heads of the group, then their row tiles. Products per tile: s and dp transposed (keys x rows),
 so that p and ds are operands as they stand; dv += p do, dk += ds q.
 Registers: dk and dv (BLOCK_N, D + DV). Shared memory: k and v, and STAGES of q and do.
+
+Where both sums leave room for small tiles only, two launches make one of them each (PART): s is made twice, of tiles
+twice as large.
 """
 
 import triton
@@ -47,10 +50,12 @@ def absorb_rows(
     HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr, DROPOUT: tl.constexpr, SITES: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr,
     STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
     """dk, dv and the column sums after the row tiles first .. past - 1 of one head.
 
-    MASKED: "no" and "yes" say that all of them are FULL, or PARTIAL; "ends", that full .. after - 1 are FULL.
+    PART: "dk" or "dv" where one of them is made alone. MASKED: "no" and "yes" say that all of them are FULL, or
+    PARTIAL; "ends", that full .. after - 1 are FULL.
     """
     (
         q_ptr,
@@ -98,7 +103,7 @@ def absorb_rows(
             do = load_tile(
                 do_ptr, rows, g_n, g_d, size_dv, inside, MASKED == "yes", DV_PAD, EVEN_V, STEP, UNIT
             )
-            do = do.to(v.dtype)
+            do = do.to(k.dtype)
             m = tl.load(m_ptr + rows, mask=inside, other=INF)
             delta = tl.load(delta_ptr + rows, mask=inside, other=0.0)
         low = tl.zeros_like(m)
@@ -107,10 +112,12 @@ def absorb_rows(
         if q.dtype == tl.float32:
             # The statistics of a row are those of q k^T, whose sums may run in another order than those of k q^T.
             s = tl.trans(tl.dot(q, tl.trans(k), input_precision=PRECISION))
-            dp = tl.trans(tl.dot(do, tl.trans(v), input_precision=PRECISION))
+            if PART != "dv":
+                dp = tl.trans(tl.dot(do, tl.trans(v), input_precision=PRECISION))
         else:
             s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+            if PART != "dv":
+                dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         i = rows[None, :]
         q_pos = i + q_offset
         p, found = weights(
@@ -142,18 +149,23 @@ def absorb_rows(
                 )
             )
             w = tl.where(kept, p, 0.0)
-            dp = tl.where(kept, dp * drop_factor, 0.0)
-        ds = p * (dp - delta[None, :])
+            if PART != "dv":
+                dp = tl.where(kept, dp * drop_factor, 0.0)
+        if PART != "dv":
+            ds = p * (dp - delta[None, :])
         if CAREFUL:
             ds = tl.where(visible, ds, 0.0)
             # do that is not finite has made delta so.
             w = tl.where(visible, w + (delta - delta)[None, :], 0.0)
             q, do = finite(q), finite(do)
-        sums = add_sums(sums, p, ds, found, SITES)
-        if SLOPED:
-            ds = contribution(p, ds, found[1])
-        dv = tl.dot(w.to(do.dtype), do, dv, input_precision=PRECISION)
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        if PART != "dv":
+            sums = add_sums(sums, p, ds, found, SITES)
+            if SLOPED:
+                ds = contribution(p, ds, found[1])
+        if PART != "dk":
+            dv = tl.dot(w.to(do.dtype), do, dv, input_precision=PRECISION)
+        if PART != "dv":
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv, sums
 
 
@@ -168,7 +180,7 @@ def key_tile(
     VARLEN: tl.constexpr, LAST: tl.constexpr, SITES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr,
     STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr,
-    ALIGNED: tl.constexpr, RUNS: tl.constexpr, SPLIT: tl.constexpr,
+    ALIGNED: tl.constexpr, RUNS: tl.constexpr, SPLIT: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """One tile of the grid. Strides of q, k, v, do, dk and dv are in units of STEP elements."""
     # ---- which keys ----
@@ -196,7 +208,9 @@ def key_tile(
     if RUNS:
         runs = load_runs(runs_ptr, run_base + tl.cast(g * group, tl.int64) * run_h)
     k = load_tile(k_base, columns, k_n, k_d, size_d, own, True, D_PAD, EVEN, STEP, UNIT)
-    v = load_tile(v_base, columns, v_n, v_d, size_dv, own, True, DV_PAD, EVEN_V, STEP, UNIT)
+    v = k
+    if PART != "dv":
+        v = load_tile(v_base, columns, v_n, v_d, size_dv, own, True, DV_PAD, EVEN_V, STEP, UNIT)
     # Marked heads are left to the second look, which takes no others.
     marked = any_marked(marks, marks_base, group)
     mine = marked if CAREFUL else marked == 0
@@ -225,7 +239,7 @@ def key_tile(
             dk, dv, sums = absorb_rows(
                 dk, dv, sums, k, v, 0, 0, 0, row_tiles, tensors, place, numbers, data, derive, keep, classify, "yes",
                 True, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN,
-                EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
+                EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN, PART)  # fmt: skip
         elif HAS_MASK:
             first, full, after, past, simple = 0, 0, 0, row_tiles, 0
             if RUNS:
@@ -253,42 +267,43 @@ def key_tile(
                     dk, dv, sums = absorb_rows(
                         dk, dv, sums, k, v, first, full, after, past, tensors, place, numbers, data, derive, keep,
                         classify, "ends", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M,
-                        BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
+                        BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN, PART)  # fmt: skip
                     at = past
                 else:
                     dk, dv, sums = absorb_rows(
                         dk, dv, sums, k, v, first, full, full, full, tensors, place, numbers, data, derive, keep,
                         classify, "yes", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N,
-                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
+                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN, PART)  # fmt: skip
                     dk, dv, sums = absorb_rows(
                         dk, dv, sums, k, v, full, full, after, after, tensors, place, numbers, data, derive, keep,
                         classify, "no", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N,
-                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
+                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN, PART)  # fmt: skip
                     at = after
                     first, full, after = after, past, past
         elif TMA:
             dk, dv, sums = absorb_rows(
                 dk, dv, sums, k, v, 0, 0, row_tiles, row_tiles, tensors, place, numbers, data, derive, keep, classify,
                 "no", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD,
-                EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
+                EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN, PART)  # fmt: skip
         else:
             middle = tl.minimum(n_q // BLOCK_M, row_tiles)
             dk, dv, sums = absorb_rows(
                 dk, dv, sums, k, v, 0, 0, middle, middle, tensors, place, numbers, data, derive, keep, classify, "no",
                 False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN,
-                EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
+                EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN, PART)  # fmt: skip
             dk, dv, sums = absorb_rows(
                 dk, dv, sums, k, v, middle, 0, 0, row_tiles, tensors, place, numbers, data, derive, keep, classify,
                 "yes", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD,
-                EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN)  # fmt: skip
+                EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN, PART)  # fmt: skip
         at_line = (b_wide * heads + h) * seqlen_k + key0 + columns
         plane = tl.cast(units * group, tl.int64) * seqlen_k
         store_sums(sums_ptr, sums, plane, at_line, own & mine, SITES)
 
     # ---- finish ----
     if not CAREFUL:
-        wrong = tl.max((dk != dk).to(tl.int32), 1) | tl.max((dv != dv).to(tl.int32), 1)
-        if tl.max(tl.where(own, wrong, 0), 0) > 0:
+        # Infinities of both signs look like a NaN: then the second look finds what this one did.
+        total = tl.sum(dk, 1) + tl.sum(dv, 1)
+        if tl.max((own & (total != total)).to(tl.int32), 0) > 0:
             tl.store(marks_ptr + batch * heads, 1)
             for member in range(0, group):
                 tl.store(marks_ptr + b * heads + g * group + member, 1)
@@ -296,8 +311,10 @@ def key_tile(
         dv = dv * drop_factor
     dk_base = dk_ptr + (b_wide * dk_b + g_wide * dk_h + key0 * dk_n) * STEP
     dv_base = dv_ptr + (b_wide * dv_b + g_wide * dv_h + key0 * dv_n) * STEP
-    store_tile(dk_base, dk * scale, columns, dk_n, size_d, own & mine, D_PAD, STEP)
-    store_tile(dv_base, dv, columns, dv_n, size_dv, own & mine, DV_PAD, STEP)
+    if PART != "dv":
+        store_tile(dk_base, dk * scale, columns, dk_n, size_d, own & mine, D_PAD, STEP)
+    if PART != "dk":
+        store_tile(dv_base, dv, columns, dv_n, size_dv, own & mine, DV_PAD, STEP)
 
 
 @triton.jit
@@ -311,7 +328,7 @@ def key_program(
     SITES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, CAREFUL: tl.constexpr, ALIGNED: tl.constexpr, RUNS: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of the grid; of the second look, a share of all tiles, if any head is marked."""
     if CAREFUL:
@@ -326,7 +343,7 @@ def key_program(
                 swizzle, run_b, run_h, q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale,
                 drop_factor, data, derive, keep, classify, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, VARLEN, LAST, SITES,
                 BLOCK_M, BLOCK_N, STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL, ALIGNED,
-                RUNS, SPLIT)  # fmt: skip
+                RUNS, SPLIT, PART)  # fmt: skip
     else:
         key_tile(
             tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dk_ptr, dv_ptr,
@@ -335,4 +352,5 @@ def key_program(
             g_n, g_d, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, batch, heads, group, seqlen_q, seqlen_k, key_tiles, swizzle,
             run_b, run_h, q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
             data, derive, keep, classify, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, VARLEN, LAST, SITES, BLOCK_M, BLOCK_N,
-            STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL, ALIGNED, RUNS, SPLIT)  # fmt: skip
+            STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL, ALIGNED, RUNS, SPLIT,
+            PART)  # fmt: skip

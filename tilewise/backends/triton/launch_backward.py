@@ -218,17 +218,16 @@ class Call:
     def key_gradients(
         self, sites: tuple[int, ...], made: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dk, dv and the column sums of some sites, (sites, B, H, columns); made: dk and dv that only want the second
-        look."""
+        """dk, dv and column sums of some sites, (sites, B, H, columns); made: dk and dv that want the last look."""
         s = self.problem.shape
         dk, dv = made or tuple(self._gradient(t) for t in (self.inputs.k, self.inputs.v))
         sums = self._sums(sites, s.seqlen_k)
         units = s.num_heads_kv * (1 if self.varlen else s.batch)
-        passes = ((False, self.tiles.keys), (True, self.tiles.careful))
-        for careful, tiles in passes[made is not None :]:
+        for part, tiles in self.tiles.key_parts(self.tma)[-1 if made else 0 :]:
+            careful = part == "careful"
             key_tiles = self.blocks(tiles.block_n, False)
             tma = self.tma and not careful and tiles.block_m >= FEWEST_AHEAD
-            runs = NO_RUNS if careful else self.find_runs()
+            runs = NO_RUNS if careful else self.find_runs(part)
             found = row_descriptors(self, tiles.block_m) if tma else (None,) * 4
             values = (
                 *self.tensors, *self.rows, self.marks, dk, dv, sums, runs.keys, *self.places, *found,
@@ -237,7 +236,7 @@ class Call:
             )  # fmt: skip
             self.launch(
                 KEYS, tiles, self.grid(units * key_tiles, careful), values, 0 if careful else self.tiles.registers,
-                SITES=sites, TMA=tma, CAREFUL=careful, RUNS=runs.keys is not None,
+                SITES=sites if part != "dv" else (), TMA=tma, CAREFUL=careful, RUNS=runs.keys is not None, PART=part,
             )  # fmt: skip
         return dk, dv, sums
 
@@ -285,9 +284,12 @@ class Call:
         )  # fmt: skip
         self.launch(site_entry(site), tiles, grid, values, MODE=mode, SITE=site)
 
-    def find_runs(self) -> Runs:
-        """Where the visible tiles of each tile begin and end; looked at when first asked for."""
-        self.tile_runs = self.tile_runs or find_runs(self)
+    def find_runs(self, part: str = "") -> Runs:
+        """Where the visible tiles of each tile begin and end; looked at when first asked for. part: of `key_parts`."""
+        (_, keys), (_, values), *_ = self.tiles.key_parts(self.tma)
+        if part == "dv":
+            return find_runs(self, values, None)
+        self.tile_runs = self.tile_runs or find_runs(self, keys, self.tiles.rows)
         return self.tile_runs
 
     def _wants_tma(self) -> bool:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tilewise.backends.triton.launch_backward import Call
+    from tilewise.backends.triton.tiles import Tiles
 
 RUN = 8
 """int32 for each tile; that of `backward_words`."""
@@ -30,13 +31,15 @@ class Runs(NamedTuple):
 NO_RUNS = Runs()
 
 
-def find_runs(call: Call) -> Runs:
-    """The table of a call whose kernels load ahead; none without a mask, and where kernels look for themselves."""
+def find_runs(call: Call, keys: Tiles, rows: Tiles | None) -> Runs:
+    """The table of a call whose kernels load ahead, for such tiles of the key kernel and of the row kernel (None: not
+    for it); none without a mask, and where kernels look for themselves."""
     keep, s = call.problem.spec.keep, call.problem.shape
     if keep is None or not call.tma:
         return NO_RUNS
-    keys, rows = call.tiles.keys, call.tiles.rows
-    key_tiles, row_tiles = call.blocks(keys.block_n, False), call.blocks(rows.block_m, True)
+    key_tiles = call.blocks(keys.block_n, False)
+    row_tiles = 0 if rows is None else call.blocks(rows.block_m, True)
+    rows = rows or keys
     apart = bool(ex.variables(keep) & {"h", "g"})
     heads, tiles = s.num_heads_q if apart else 1, key_tiles + row_tiles
     units = heads * (1 if call.varlen else s.batch)

@@ -240,7 +240,8 @@ def row_tile(
 
     # ---- finish ----
     if not CAREFUL:
-        if tl.max(tl.max((dq != dq).to(tl.int32), 1), 0) > 0:
+        total = tl.sum(dq, 1)
+        if tl.max((total != total).to(tl.int32), 0) > 0:
             tl.store(marks_ptr + b * heads + h, 1)
             tl.store(marks_ptr + batch * heads, 1)
     at_line = (b_wide * heads + h) * seqlen_q + row0 + rows
