@@ -58,15 +58,17 @@ def compile_forward(
     mask: Any = None,
     scores: Any = (),
     dtype: torch.dtype = torch.bfloat16,
+    again: bool = False,
     **flags: Any,
 ) -> Facts:
-    """The forward kernel of a kind of call; flags: constants of the kernel that differ from a plain dense call's."""
+    """The forward kernel of a kind of call, or the launch that does again what it left; flags: constants of the kernel
+    that differ from a plain dense call's."""
     from triton.backends.compiler import GPUTarget
 
     from tilewise.backends.hopper import launch_forward as launch
     from tilewise.backends.hopper.compile import compile_gluon
     from tilewise.backends.hopper.source import module_of
-    from tilewise.backends.hopper.tiles import default
+    from tilewise.backends.hopper.tiles import LATER, default
     from tilewise.backends.triton.compile import Build
     from tilewise.backends.triton.layout import describe
 
@@ -83,13 +85,17 @@ def compile_forward(
         present |= {"cu_q_ptr", "cu_k_ptr"}
     if constants["SINK"]:
         present |= {"sink_ptr"}
+    if constants["CARE"] and pair in LATER:
+        present |= {"again_ptr"}
     tiles = default(pair, spec)
     types = launch.kernel_types(
         dtype, tiles, pair, str(constants["STORE"]), int(str(constants["PACK"])), slots, leaves, frozenset(present),
         torch.float32 if constants["STORE"] == "rows" else dtype,
     )  # fmt: skip
-    build = Build(types, (), launch.constants_of(constants, tiles, pair), 4, 1, tiles.limit)
-    kernel = module_of(spec, slots, launch.TEMPLATE, (launch.FORWARD,)).forward
+    entry = launch.AGAIN if again else launch.FORWARD
+    values = launch.constants_of(constants, tiles, pair, entry)
+    build = Build(types, (), values, 4, 1, 0 if again else tiles.limit)
+    kernel = getattr(module_of(spec, slots, entry.module, (entry,)), entry.name)
     return facts_of(compile_gluon(kernel, build, GPUTarget("cuda", 90, 32)))
 
 

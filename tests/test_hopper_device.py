@@ -172,7 +172,7 @@ def test_the_quick_way_gives_the_same_bits():
 )
 @pytest.mark.parametrize("what", (float("nan"), float("inf")))
 def test_a_value_that_is_not_finite_reaches_who_sees_it_only(sizes, what):
-    """Tiles that met it are done again inside the launch: whole ones, those of grouped heads, those of split keys."""
+    """Tiles that met it are done again: whole ones, those of grouped heads, those of split keys."""
     b, h, g, rows, keys, d = sizes
     q, k, v = _drawn(b, h, rows, d), _drawn(b, g, keys, d), _drawn(b, g, keys, d)
     v[:, :, keys - 5] = what

@@ -35,24 +35,27 @@ KINDS = {
     "bounded": lambda: compile_forward((128, 128), tw.causal(), tw.softcap(30.0), FUSED=True, BOUNDED=True),
     "float32 out": lambda: compile_forward((128, 128), tw.causal(), dtype=torch.float16, STORE="rows"),
     "sink": lambda: compile_forward((64, 64), tw.window(100, 0), SINK=True),
+    "again": lambda: compile_forward((256, 256), tw.causal(), again=True),
 }
 
 
-WORDS_A_TILE = {(256, 256): 28, "sink": 32}
-"""Bytes that some kernels spill: what they do not keep is written and read once a tile, outside every loop over
-keys. At D=256 sums fill the registers, and with a window's numbers the producer of three warpgroups has few."""
+WORDS_A_TILE = {"sink": 32}
+"""Bytes that a kernel spills, written once a tile: with a window's numbers the producer of three warpgroups has few
+registers."""
 
 
 def _sound(facts, spilled: int = 0) -> None:
     assert not facts.serialised
     assert facts.spilled <= spilled
     assert facts.shared <= SHARED
-    assert "wgmma.mma_async" in facts.ptx and "setmaxnreg" in facts.ptx
+    assert "wgmma.mma_async" in facts.ptx
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_causal_kernels_keep_their_registers(pair):
-    _sound(compile_forward(pair, tw.causal()), WORDS_A_TILE.get(pair, 0))
+    facts = compile_forward(pair, tw.causal())
+    _sound(facts)
+    assert "setmaxnreg" in facts.ptx
 
 
 @pytest.mark.parametrize("kind", KINDS)

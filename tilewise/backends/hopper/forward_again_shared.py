@@ -1,9 +1,9 @@
 """What the Hopper forward does again: tiles of 64 rows that met something not finite.
 
 A weight of 0 times a hidden NaN is NaN. It is rare, so the loop over keys does not look for it: a warpgroup whose
-sums are not finite leaves its tile, and the program does it again when all its tiles are done. The tiles that a
-warpgroup left form a list, whose links lie where the tiles' lse will. The first consumer's warps do this, 32 keys and
-64 columns of v at a time: few registers rather than speed.
+sums are not finite leaves its tile, and the program does it again when all its tiles are done, or at D=256 a second
+launch. The tiles that a warpgroup left form a list, whose links lie where the tiles' lse will. The first consumer's
+warps do this, 32 keys and 64 columns of v at a time: few registers rather than speed.
 """
 
 from triton.experimental import gluon

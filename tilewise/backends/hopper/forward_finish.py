@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from tilewise.backends.hopper.names import tma_store
+from tilewise.backends.hopper.rings import get, put_wide
 
 LOWEST = gl.constexpr(-3.4028234e38)
 LOG2 = gl.constexpr(1.4426950408889634)
@@ -44,9 +45,22 @@ def is_broken(acc, acc2, E0: gl.constexpr, E1: gl.constexpr):
 
 
 @gluon.jit
-def leave(pointer, number):
-    """Write the number of a tile where a float stands."""
-    gl.store(pointer, number.to(gl.float32, bitcast=True))
+def leave(again_s, w, about, number, row0, n_q, lse_ptr, strides, NWG: gl.constexpr, PACK: gl.constexpr,
+          VARLEN: gl.constexpr):  # fmt: skip
+    """Put a warpgroup's tile, which has a number, into its list of those that are done again.
+
+    Until then the place of the tile's first lse tells which one is done after it. All warps have written theirs: that
+    the tile is broken was found by all together. Everything is read anew, rather than kept while out is written.
+    """
+    b, head, tile, split = about
+    o_s, o_b, o_h, o_n, l_s, l_b, l_h = strides
+    first = (tile * NWG + w) * (64 // PACK)
+    if first < n_q:
+        line = lse_ptr + split.to(gl.int64) * l_s
+        line = line + row0 if VARLEN else line + b * l_b
+        line = line + (head * PACK).to(gl.int64) * l_h + first
+        gl.store(line, get(again_s, w).to(gl.float32, bitcast=True))
+        put_wide(again_s, w, number)
 
 
 @gluon.jit

@@ -371,11 +371,10 @@ def consumer(
             (split, tb, row0, n_q, first, head, g, group), acc, acc2, inverse, rows, h_rows, size_dv, broken,
             not SHARED_OUT, CARE, STORE, VARLEN, PACK, E0, E1, OL, OL2)  # fmt: skip
         if CARE:
-            # Until the tile is done again, the place of its first lse tells which one is done after it. All have
-            # written theirs: that the tile is broken was found by all together.
-            if (broken != 0) & (first < n_q):
-                leave(lse_line + (head * PACK).to(gl.int64) * l_h + first, get(again_s, w))
-                put_wide(again_s, w, get(tile_s, at + 8))
+            if broken != 0:
+                about = (get(tile_s, at), get(tile_s, at + 1), get(tile_s, at + 3), get(tile_s, at + 4))
+                row0, n_q = get(tile_s, at + 5), get(tile_s, at + 6)
+                leave(again_s, w, about, get(tile_s, at + 8), row0, n_q, lse_ptr, strides, NWG, PACK, VARLEN)
             mbarrier.arrive(tile_empty.index(slot), count=1)
         if SHARED_OUT:
             tma.store_wait(0)
@@ -390,16 +389,19 @@ def consumer(
 @gluon.jit
 def forward_program(
     q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, o_desc, o_desc2, out_ptr, lse_ptr, sink_ptr,
-    counter_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, range_ptr, o_s, o_b, o_h, o_n,
-    l_s, l_b, l_h, batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles,
+    counter_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, range_ptr, again_ptr, o_s, o_b,
+    o_h, o_n, l_s, l_b, l_h, batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles,
     range_b, range_h, q_offset, k_offset, size_dv, scale, data, FUSED: gl.constexpr, NWG: gl.constexpr,
     BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr, ST: gl.constexpr,
     PACK: gl.constexpr, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr,
     K_OFFSET: gl.constexpr, SINK: gl.constexpr, CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr,
     RANGES: gl.constexpr, ORDER: gl.constexpr, LAZY: gl.constexpr, HELD: gl.constexpr, APART: gl.constexpr,
-    BOUNDED: gl.constexpr, GAPS: gl.constexpr, WORKER: gl.constexpr, LOADER: gl.constexpr,
+    BOUNDED: gl.constexpr, GAPS: gl.constexpr, LATER: gl.constexpr, WORKER: gl.constexpr, LOADER: gl.constexpr,
 ):  # fmt: skip
-    """The partitions: NWG consumers and the producer. WORKER, LOADER: registers of a thread of each."""
+    """The partitions: NWG consumers and the producer. WORKER, LOADER: registers of a thread of each.
+
+    LATER: another launch does again what was left; it finds each program's lists at again_ptr, (programs, NWG) int32.
+    """
     dt: gl.constexpr = q_desc.dtype
     q_s = gl.allocate_shared_memory(dt, [NWG] + q_desc.block_shape, q_desc.layout)
     k_s = gl.allocate_shared_memory(dt, [ST] + k_desc.block_shape, k_desc.layout)
@@ -476,7 +478,10 @@ def forward_program(
                 tables, offsets, group, split_tiles, data, NWG, BN, D0, D1, E0, E1, ST, PACK,
                 VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, RANGES)),
         ], [4, 4, 1], [WORKER, WORKER, LOADER])  # fmt: skip
-    if CARE:
+    if CARE and LATER:
+        for w in gl.static_range(NWG):
+            gl.store(again_ptr + gl.program_id(0) * NWG + w, get(again_s, w))
+    elif CARE:
         repeat(
             again_s, loaded, q_desc, q_desc2, k_desc, k_desc2, v_desc, q_s, q_s2, k_s, k_s2, v_s, out_ptr, lse_ptr,
             sink_ptr, sizes, tables, offsets, strides, group, split_tiles, size_dv, scale, data, FUSED, NWG, BN, D0, D1,

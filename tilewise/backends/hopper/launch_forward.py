@@ -43,15 +43,21 @@ FORWARD = Entry(
     "forward", TEMPLATE, "forward_program",
     (
         *DESCRIPTORS, "out_ptr", "lse_ptr", "sink_ptr", "counter_ptr", "q_offset_ptr", "k_offset_ptr", "cu_q_ptr",
-        "cu_k_ptr", "used_q_ptr", "used_k_ptr", "range_ptr", "o_s:i64", "o_b:i64", "o_h:i64", "o_n:i64", "l_s:i64",
-        "l_b:i64", "l_h:i64", "batch", "heads", "group", "seqlen_q", "seqlen_k", "row_tiles", "swizzle", "splits",
-        "split_tiles", "range_b", "range_h", "q_offset", "k_offset", "size_dv", "scale:fp32",
+        "cu_k_ptr", "used_q_ptr", "used_k_ptr", "range_ptr", "again_ptr", "o_s:i64", "o_b:i64", "o_h:i64", "o_n:i64",
+        "l_s:i64", "l_b:i64", "l_h:i64", "batch", "heads", "group", "seqlen_q", "seqlen_k", "row_tiles", "swizzle",
+        "splits", "split_tiles", "range_b", "range_h", "q_offset", "k_offset", "size_dv", "scale:fp32",
     ),
     (),
     (
         "FUSED", "NWG", "BN", "D0", "D1", "E0", "E1", "ST", "PACK", "VARLEN", "USED_Q", "USED_K", "Q_OFFSET",
         "K_OFFSET", "SINK", "CARE", "STORE", "SHARED_OUT", "RANGES", "ORDER", "LAZY", "HELD", "APART",
-        "BOUNDED", "GAPS", "WORKER", "LOADER",
+        "BOUNDED", "GAPS", "LATER", "WORKER", "LOADER",
+    ),
+)  # fmt: skip
+AGAIN = Entry(
+    "again", "tilewise.backends.hopper.forward_again_kernel", "again_program", FORWARD.arguments, (),
+    (
+        "FUSED", "NWG", "BN", "D0", "D1", "E0", "PACK", "VARLEN", "USED_Q", "USED_K", "Q_OFFSET", "K_OFFSET", "SINK",
     ),
 )  # fmt: skip
 AT = {argument.partition(":")[0]: n for n, argument in enumerate(FORWARD.arguments)}
@@ -69,10 +75,11 @@ MOST_RECIPES = 4096
 class Recipe(NamedTuple):
     """A launch with everything that calls of one kind share.
 
-    values: the arguments, in which a call's own are replaced.
+    values: the arguments, in which a call's own are replaced. again: the launch that does again what the first left.
     """
 
     run: GluonLauncher
+    again: GluonLauncher | None
     types: tuple[str, ...]
     values: list[object]
     grid: int
@@ -122,19 +129,19 @@ def kernel_types(
 
 
 def constants_of(
-    flags: dict[str, object], tiles: Tiles, pair: tuple[int, int]
+    flags: dict[str, object], tiles: Tiles, pair: tuple[int, int], entry: Entry = FORWARD
 ) -> tuple[tuple[str, object], ...]:
     """The kernel's constants: those of the call, and those that follow from its tiles."""
     (d0, d1), (e0, e1) = choice.PARTS[pair[0]], choice.PARTS[pair[1]]
     found = flags | {
         "NWG": tiles.warpgroups, "BN": tiles.block_n, "D0": d0, "D1": d1, "E0": e0, "E1": e1, "ST": tiles.stages,
         "SHARED_OUT": tiles.shared_out and flags["STORE"] == "tiles", "ORDER": tiles.order, "LAZY": tiles.lazy,
-        "HELD": tiles.held, "APART": tiles.apart,
+        "HELD": tiles.held, "APART": tiles.apart, "LATER": flags["CARE"] and pair in choice.LATER,
         "RANGES": flags.get("RANGES", False), "GAPS": flags.get("GAPS", False),
         "BOUNDED": flags.get("BOUNDED", False),
         "WORKER": tiles.worker, "LOADER": tiles.loader,
     }  # fmt: skip
-    return tuple((name, found[name]) for name in FORWARD.constants)
+    return tuple((name, found[name]) for name in entry.constants)
 
 
 # ---- one call ------------------------------------------------------------------------------------------------
@@ -190,7 +197,16 @@ def _run(recipe: Recipe, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
     if recipe.ranges is not None:
         values[AT["range_ptr"]] = recipe.ranges(inputs, data)
     values[len(FORWARD.arguments) :] = data
+    if recipe.again is not None:
+        values[AT["again_ptr"]] = lists_of(recipe, out.device)
     recipe.run(recipe.grid, values)
+    if recipe.again is not None:
+        recipe.again(recipe.grid, values)
+
+
+def lists_of(recipe: Recipe, device: torch.device) -> Tensor:
+    """Room for the lists of what a launch leaves, (programs, warpgroups)."""
+    return torch.empty(recipe.grid * recipe.tiles.warpgroups, dtype=torch.int32, device=device)
 
 
 # ---- how calls of a kind run ---------------------------------------------------------------------------------
@@ -263,14 +279,20 @@ def make_recipe(problem: Problem, inputs: Inputs) -> Recipe | None:
     present = {n: t for n, t in zip(OPTIONAL, optional, strict=True) if n and t is not None}
     if plan.splits > 1:
         present.pop("sink_ptr", None)
+    later = bool(flags["CARE"]) and plan.pair in choice.LATER
+    own = {name for name, there in (("range_ptr", look), ("again_ptr", later)) if there}
     types = list(kernel_types(
-        problem.dtype, tiles, plan.pair, str(flags["STORE"]), pack, slots, inputs.leaves,
-        frozenset(present) | ({"range_ptr"} if look else set()), out.dtype,
+        problem.dtype, tiles, plan.pair, str(flags["STORE"]), pack, slots, inputs.leaves, frozenset(present) | own,
+        out.dtype,
     ))  # fmt: skip
     for name, t in present.items():
         types[AT[name]] = POINTERS[t.dtype]
     build = Build(tuple(types), (), constants_of(flags, tiles, plan.pair), 4, 1, tiles.limit)
-    run = gluon_launcher(with_literals(problem.spec, divisors(problem, inputs)), slots, build, device)
+    spec, again = with_literals(problem.spec, divisors(problem, inputs)), None
+    run = gluon_launcher(spec, slots, build, device)
+    if later:
+        build = build._replace(constants=constants_of(flags, tiles, plan.pair, AGAIN), registers=0)
+        again = gluon_launcher(spec, slots, build, device, AGAIN)
     data = low._data(problem, inputs, slots)
     values: list[object] = [None] * len(FORWARD.arguments) + [None if torch.is_tensor(x) else x for x in data]
     values[AT["o_s"] : AT["scale"] + 1] = [
@@ -279,7 +301,7 @@ def make_recipe(problem: Problem, inputs: Inputs) -> Recipe | None:
     ]  # fmt: skip
     total = units * plan.row_tiles * plan.splits
     return Recipe(
-        run, tuple(types), values,
+        run, again, tuple(types), values,
         min(total, max(machine.sms - margin, 1)), plan.splits, tiles, plan.pair, pack, by_tiles, result.stride(),
         slots, problem, ranges,
     )  # fmt: skip
@@ -340,11 +362,13 @@ def divisors(problem: Problem, inputs: Inputs) -> tuple[tuple[int, int], ...]:
     return tuple((n, inputs.ints[n]) for n in slots if n in powers or inputs.ints[n] <= WIDEST)
 
 
-def gluon_launcher(spec: AttentionSpec, slots: Slots, build: Build, device: int) -> GluonLauncher:
-    """The launcher of the forward kernel of a spec, compiled once per device and build."""
-    key = (spec.text, slots, build, device)
+def gluon_launcher(
+    spec: AttentionSpec, slots: Slots, build: Build, device: int, entry: Entry = FORWARD
+) -> GluonLauncher:
+    """The launcher of a kernel of a spec, compiled once per device and build."""
+    key = (entry.name, spec.text, slots, build, device)
     found = _launchers.get(key)
     if found is None:
-        module = module_of(spec, slots, TEMPLATE, (FORWARD,))
-        found = _launchers.setdefault(key, GluonLauncher(module.forward, build, device))
+        module = module_of(spec, slots, entry.module, (entry,))
+        found = _launchers.setdefault(key, GluonLauncher(getattr(module, entry.name), build, device))
     return found

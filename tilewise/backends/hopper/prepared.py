@@ -17,7 +17,7 @@ import torch
 
 from tilewise.backends.hopper.counters import UNREAD, counter, is_capturing, places
 from tilewise.backends.hopper.descriptors import DESCRIPTORS, descriptors
-from tilewise.backends.hopper.launch_forward import AT, FORWARD, Recipe, forward, make_recipe
+from tilewise.backends.hopper.launch_forward import AT, FORWARD, Recipe, forward, lists_of, make_recipe
 from tilewise.backends.triton import direct
 from tilewise.backends.triton import launch_forward as low
 from tilewise.config import config
@@ -210,6 +210,11 @@ class Prepared:
         )
         values[AT["scale"]] = inputs.scale
         self.direct = MapsDirect(recipe.run, recipe.types, values, recipe.grid)
+        self.again = None
+        if recipe.again is not None:
+            self.again = MapsDirect(recipe.again, recipe.types, values, recipe.grid)
+            if self.again.offsets != self.direct.offsets:
+                raise ValueError("two kernels lay the same arguments out in different ways")
         slots, leaf_at = self.direct.slots, recipe.slots.leaf_at
         # Nothing here may hold a tensor of the call.
         none: Any = None
@@ -219,6 +224,7 @@ class Prepared:
         self.q_at, self.k_at, self.v_at = map(tuple, maps[:3])
         self.out_at = (*maps[3], slots[AT["out_ptr"]])
         self.lse_at, self.counter_at = slots[AT["lse_ptr"]], slots[AT["counter_ptr"]]
+        self.again_at = slots.get(AT["again_ptr"], 0)
         self.extra = [slots[len(FORWARD.arguments) + at] for at in leaf_at]
         if inputs.sink is not None:
             self.extra.append(slots[AT["sink_ptr"]])
@@ -281,7 +287,16 @@ class Prepared:
         if extra:
             for at, t in zip(self.extra, extra, strict=False):
                 words[at] = t.data_ptr()
-        self.direct(block, stream)
+        if self.again is None:
+            self.direct(block, stream)
+        else:
+            lists = lists_of(self.recipe, self.device)
+            words[self.again_at] = lists.data_ptr()
+            self.direct(block, stream)
+            then = self.again.block()
+            ctypes.memmove(then.words, words, self.again.size)
+            self.again(then, stream)
+            self.again.free.append(then)
         self.direct.free.append(block)
         return out, lse
 
@@ -291,20 +306,32 @@ class Prepared:
     ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
         """Gradients of q, k, v, and None for each leaf, by the tape of a backward like this one; None if there is none
         yet, or what is given is not what the tape was made for."""
-        (do, dlse), leaves = grads, tensors[3:]
-        given = (*tensors[:3], *saved, do, dlse, *_NOTHING, *leaves)
-        starts = [t.data_ptr() for t in given if t is not None]
-        kind = (do.dtype, needs, *[None if t is None else t.stride() for t in given])
-        if self.sunk or any(needs[3:]) or any(x & 15 for x in starts) or len(set(starts)) != len(starts):
+        q, k, v, *leaves = tensors
+        (out, lse), (do, dlse) = saved, grads
+        given = (q, k, v, out, lse, do, dlse, *_NOTHING, *leaves)
+        starts = [0 if t is None else t.data_ptr() for t in given]
+        at_q, at_k, at_v, at_out, at_lse, at_do, *others = starts
+        there = {at_q, at_k, at_v, at_out, at_lse, at_do}
+        if (at_q | at_k | at_v | at_out | at_lse | at_do) & 15 or len(there) != 6 or self.sunk:
             return None
+        kind: tuple[object, ...] = (
+            needs, do.dtype, q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(), do.stride(),
+        )  # fmt: skip
+        if dlse is not None or leaves:
+            found = [x for x in others if x]
+            if any(x & 15 for x in found) or len({*there, *found}) != 6 + len(found) or any(needs[3:]):
+                return None
+            kind = (*kind, dlse is None, *[t.stride() for t in given[6:] if t is not None])
         tape = self.tapes.get(kind)
         if tape is None:
             tape = self._tape(given, needs)
             if tape is None:
                 return None
             self.tapes[kind] = tape
-        found = tape(given)
-        made = (found.dq, found.dk, found.dv, *found.leaves)
+        dq, dk, dv = tape.repeat(given, starts)
+        if needs[0] and needs[1] and needs[2]:
+            return (dq, dk, dv, *[None] * len(leaves))
+        made = (dq, dk, dv, *[None] * len(leaves))
         return tuple(g if need else None for g, need in zip(made, needs, strict=True))
 
     def _tape(self, given: Sequence[Tensor | None], needs: Sequence[bool]) -> Any:
