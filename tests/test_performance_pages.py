@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from versions import needs_triton
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks").exists(), reason="needs the source tree")
@@ -23,6 +24,7 @@ def pages():
     return module
 
 
+@needs_triton  # whose plans a table tells
 def test_pages_equal_what_the_results_render(pages):
     for name in pages.PAGES:
         text = (ROOT / "docs" / name).read_text(encoding="utf-8")

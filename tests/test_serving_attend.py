@@ -296,7 +296,7 @@ def test_float8_is_stored_with_scales(dtype):
     k[0, 0, 0, 0] = 1000.0
     out = attention_with_cache(q, cache, k, v, sequences=numbers, mask=tw.causal())
     pages = torch.tensor([cache.pages(n) for n in numbers])
-    back = cache.k[0][pages].float().transpose(2, 3).flatten(1, 2)[:, :6] * scale[:, None]
+    back = cache.k[0].float()[pages].transpose(2, 3).flatten(1, 2)[:, :6] * scale[:, None]
     assert back[0, 0, 0, 0] == 448 * 0.5
     back, k_plain = back.transpose(1, 2), k.float()
     back[0, 0, 0, 0] = k_plain[0, 0, 0, 0] = 0.0

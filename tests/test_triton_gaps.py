@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from versions import needs_triton
 
 pytestmark = needs_triton
