@@ -78,8 +78,8 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, object]]:
     return found
 
 
-def _assembled(kernel: object, build: object) -> str:
-    """What the assembler says about a kernel."""
+def _assembled(kernel: object, build: object) -> tuple[str, int, str]:
+    """What the assembler says about a kernel, its bytes of shared memory, and its text."""
     from triton.backends.compiler import GPUTarget
 
     from tilewise.backends.hopper.compile import compile_gluon
@@ -90,13 +90,15 @@ def _assembled(kernel: object, build: object) -> str:
         source = Path(folder) / "kernel.ptx"
         source.write_text(made.asm["ptx"])
         command = [str(assembler), "-v", "--gpu-name=sm_90a", str(source), "-o", str(source) + ".o"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return said, made.metadata.shared, made.asm["ptx"]
 
 
 VARIANTS = {
     "plain-128": (128, 128, {}),
     "causal-128": (128, 128, {"mask": tw.causal()}),
     "long-128": (128, 128, {"n": 4096}),
+    "long-causal-128": (128, 128, {"mask": tw.causal(), "n": 8192}),
     "plain-64": (64, 64, {}),
     "causal-packed-64": (64, 64, {"mask": tw.causal(), "packed": True}),
     "many-heads-64": (64, 64, {"n": 4096, "batch": 3}),
@@ -107,11 +109,16 @@ VARIANTS = {
     "causal-80": (80, 80, {"mask": tw.causal()}),
     "deterministic-packed-96": (96, 96, {"deterministic": True, "mask": tw.causal(), "packed": True}),
     "deterministic-64": (64, 64, {"deterministic": True}),
+    "deterministic-long-128": (128, 128, {"deterministic": True, "n": 4096}),
     "deterministic-causal-128": (128, 128, {"deterministic": True, "mask": tw.causal()}),
     "deterministic-packed-128": (128, 128, {"deterministic": True, "mask": tw.causal(), "packed": True}),
 }
-SPILLED = {"plain-64": 120, "causal-packed-64": 160, "long-128": 240}
+SPILLED = {
+    "plain-64": 120, "causal-packed-64": 160, "long-128": 160, "long-causal-128": 160, "deterministic-long-128": 240,
+}  # fmt: skip
 """Bytes of a thread that kernels may spill: those that hold more tiles or taller ones, and are faster all the same."""
+SHARED = 232448
+"""Bytes of shared memory that a program may have."""
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -125,8 +132,13 @@ def test_kernels_compile_without_waits(name: str, builds: list) -> None:
     if name == "many-heads-64":
         assert dict(builds[0][1].constants)["AHEAD"]
     for build in builds:
-        said = _assembled(*build)
+        said, shared, text = _assembled(*build)
         assert "C75" not in said, said
+        assert shared <= SHARED
+        if max(d, d_v) <= 128:
+            # Where walks are long the copy engine adds to dq, else threads do.
+            assert ("cp.reduce.async.bulk" in text) == (name in ("long-128", "long-causal-128"))
+            assert ("red.global.add" in text) != ("cp.reduce.async.bulk" in text)
         spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", said)]
         assert spilled and max(spilled) <= SPILLED.get(name, 40), said
 
@@ -200,14 +212,17 @@ class Laid:
     def __init__(self, values: list) -> None:
         self.slots = {n: n for n, v in enumerate(values) if isinstance(v, torch.Tensor)}
         self.maps = {n: n for n, v in enumerate(values) if hasattr(v, "base")}
-        self.free: list[object] = []
+        self.function = self
         self.launched: list[dict[int, int]] = []
 
     def block(self) -> SimpleNamespace:
-        return SimpleNamespace(words={})
+        words: dict[int, int] = {}
+        return SimpleNamespace(words=words, config=SimpleNamespace(), config_at=words, parameters_at=None)
 
-    def __call__(self, block: SimpleNamespace, stream: int) -> None:
-        self.launched.append(block.words)
+    @staticmethod
+    def launch(words: dict[int, int], one: Laid, parameters: None, extra: None) -> int:
+        one.launched.append(words.copy())
+        return 0
 
 
 @pytest.mark.parametrize("agree", [True, False])
@@ -230,6 +245,8 @@ def test_blocks_of_arguments_hold_each_address_once_both_ways_agree(
     monkeypatch.setattr(repeat_backward, "is_capturing", lambda: False)
     monkeypatch.setattr(repeat_backward, "current_device", lambda: -1)
     monkeypatch.setattr(repeat_backward, "current_stream", lambda index: 7)
+    filled: list[tuple[int, ...]] = []
+    monkeypatch.setattr(repeat_backward, "set_words", lambda *filling: filled.append(filling))
     for name in ("GluonLauncher", "plain_launcher", "kernel_launcher"):
         monkeypatch.setattr(
             launch_backward, name, lambda *made: lambda grid, values: others.append(list(values))
@@ -248,6 +265,7 @@ def test_blocks_of_arguments_hold_each_address_once_both_ways_agree(
         written = {address for one in laid for address in one.launched[-1].values()}
         assert written >= {t.data_ptr() for t in given}
         assert all(set(one.launched[-1]) == {*one.slots, *one.maps} for one in laid)
+        assert all(one[1:] == (0, *filled[0][2:]) and one[2] > 4 and one[3] == 7 for one in filled)
 
 
 def test_memory_is_linear_in_length() -> None:

@@ -34,7 +34,6 @@ from tilewise.backends.hopper.backward_rings import (
     ENTRY,
     FIELDS,
     RING,
-    add_fragments,
     add_over,
     note,
     number,
@@ -48,7 +47,13 @@ from tilewise.backends.hopper.backward_rings import (
     wait_for,
 )  # fmt: skip
 from tilewise.backends.hopper.backward_shared import keys_before, produce, weights
-from tilewise.backends.hopper.backward_sums import await_clear, clear_and_collect, leave_rows, read_fragments
+from tilewise.backends.hopper.backward_sums import (
+    add_in_turn,
+    await_clear,
+    clear_and_collect,
+    leave_rows,
+    read_fragments,
+)  # fmt: skip
 from tilewise.backends.hopper.rings import barriers, put, slots_of
 
 
@@ -72,17 +77,14 @@ def halves_producer(
     while t < total:
         if AHEAD:
             await_clear(t, shared, sizes)
-            mbarrier.wait(kv_empty.index(ti % KV), ((ti // KV) & 1) ^ 1)
-            put(slots[0], ti % KV * FIELDS + 10, t)
-        n = produce(
-            t, n, ti % KV, descs, room, slots, signals, kv_empty.index(ti % KV), ((ti // KV) & 1) ^ 1, sizes, tables,
-            offsets, data, BM, 128, 1, 1, D, ST, HAS_MASK, VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET,
-            ORDER)  # fmt: skip
-        # Drawn late: a program that draws while it has much to do takes from those that soon have nothing.
-        t = gl.atomic_add(counter_ptr, 1, sem="relaxed") + drawn
+        n, t = produce(
+            t, n, ti % KV, (ti & 1) * FIELDS, descs, room, slots, signals, kv_empty.index(ti % KV),
+            ((ti // KV) & 1) ^ 1, counter_ptr, sizes, tables, offsets, data, BM, 128, 1, 1, D, ST, HAS_MASK, VARLEN,
+            USED_Q, USED_K, Q_OFFSET, K_OFFSET, ORDER, True)  # fmt: skip
+        t += drawn
         ti += 1
     mbarrier.wait(kv_empty.index(ti % KV), ((ti // KV) & 1) ^ 1)
-    put(slots[0], ti % KV * FIELDS, -1)
+    put(slots[0], (ti & 1) * FIELDS, -1)
     mbarrier.arrive(kv_full.index(ti % KV), count=1)
 
 
@@ -114,7 +116,7 @@ def keeper(
     mbarrier.wait(kv_full.index(0), 0)
     count = number_here(about_s, 0)
     while count >= 0:
-        at = ti % KV * FIELDS
+        at = (ti & 1) * FIELDS
         own = number_here(about_s, at + 3) // 128
         about = (
             number_here(about_s, at + 1), number_here(about_s, at + 2), number_here(about_s, at + 8),
@@ -137,7 +139,7 @@ def keeper(
         mbarrier.arrive(kv_empty.index(ti % KV), count=1)
         ti += 1
         mbarrier.wait(kv_full.index(ti % KV), (ti // KV) & 1)
-        count = number_here(about_s, ti % KV * FIELDS)
+        count = number_here(about_s, (ti & 1) * FIELDS)
 
 
 @gluon.jit
@@ -153,27 +155,16 @@ def sums_keeper(
 
 
 @gluon.jit
-def add_in_turn(dq_ptr, dq, n, w: gl.constexpr, entry_s, turns, NQ: gl.constexpr, WQ: gl.constexpr,
-                ORDER: gl.constexpr):  # fmt: skip
-    """Add half of dq of row tile number n to memory: WQ of the NQ columns that there is room for."""
-    tile = number(entry_s, (n % RING) * ENTRY + 1)
-    if ORDER:
-        mbarrier.wait(turns[0], n & 1)
-    add_fragments(dq_ptr + (tile.to(gl.int64) * 2 + w) * (64 * NQ), dq, WQ // 2)
-    if ORDER:
-        mbarrier.arrive(turns[1], count=1)
-
-
-@gluon.jit
 def half(
-    w: gl.constexpr, dk_out, dv_out, dq_desc, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data,
-    BM: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr,
+    w: gl.constexpr, dk_out, dv_out, dq_desc, target, out_s, marks_ptr, room, ds_s, slots, signals, turns, sizes,
+    scale, data, BM: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr,
     HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr, VARLEN: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr,
-    AHEAD: gl.constexpr,
+    AHEAD: gl.constexpr, BULK: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 of 128 keys, and half of the columns of dq."""
     _, _, k_s, v_s, _, _ = room
     about_s, _ = slots
+    _, dq_ptr, _ = target
     kv_full, kv_empty, _, q_empty, _, ds_full = signals
     D1: gl.constexpr = 64 if D2 > 0 else D
     NQ: gl.constexpr = D // 2 if BM == 64 else D
@@ -187,10 +178,10 @@ def half(
     count = number(about_s, 0)
     while count >= 0:
         kv = ti % KV
-        at = kv * FIELDS
+        at = (ti & 1) * FIELDS
         dk, dv = walk(
-            w, n, count, ti, dq_ptr, room, ds_s, slots, signals, turns, scale, data, BM, D, D2, ST, KV, HAS_MASK,
-            HAS_TERMS, HAS_MASK or HAS_TERMS or VARLEN, ADD, ORDER)  # fmt: skip
+            w, n, count, ti, target, room, ds_s, slots, signals, turns, scale, data, BM, D, D2, ST, KV, HAS_MASK,
+            HAS_TERMS, HAS_MASK or HAS_TERMS or VARLEN, ADD, ORDER, BULK)  # fmt: skip
         n += count
         if AHEAD:
             mbarrier.wait(turns[0], ti & 1)
@@ -202,32 +193,44 @@ def half(
         row = number(about_s, at + 5) + j0 + w * 64
         left = number(about_s, at + 4) - (j0 + w * 64)
         tb = 0 if VARLEN else b
-        stage = kv * 2 + w
+        stage, stage_s = kv * 2 + w, v_s
+        if BULK:
+            # dk and dv leave from a place of their own, so that the next keys come meanwhile.
+            stage, stage_s = w, out_s
         if ADD:
             if count > 0:
                 dq = last_slopes(w, n, kv, k_s, ds_s, ds_full, BM, D, NQ, WQ, QL)
-                # dv leaves meanwhile.
-                store_parts(dv_out, dv, 1.0, v_s, stage, tb, g, row, left, D1, D2, VARLEN)
+                if not BULK:
+                    # dv leaves meanwhile.
+                    store_parts(dv_out, dv, 1.0, stage_s, stage, tb, g, row, left, D1, D2, VARLEN)
                 dq = warpgroup_mma_wait(0, deps=(dq,))
-                add_in_turn(dq_ptr, dq, n - 1, w, slots[1], turns, NQ, WQ, ORDER)
+                if BULK:
+                    mbarrier.arrive(kv_empty.index(0), count=1)
+                add_in_turn(target, dq, n - 1, w, slots[1], turns, NQ, WQ, ORDER, BULK)
+                if BULK:
+                    tma.store_wait(0)
+                    store_parts(dv_out, dv, 1.0, stage_s, stage, tb, g, row, left, D1, D2, VARLEN)
             else:
-                store_parts(dv_out, dv, 1.0, v_s, stage, tb, g, row, left, D1, D2, VARLEN)
+                if BULK:
+                    mbarrier.arrive(kv_empty.index(0), count=1)
+                    tma.store_wait(0)
+                store_parts(dv_out, dv, 1.0, stage_s, stage, tb, g, row, left, D1, D2, VARLEN)
         else:
-            store_parts(dv_out, dv, 1.0, v_s, stage, tb, g, row, left, D1, D2, VARLEN)
+            store_parts(dv_out, dv, 1.0, stage_s, stage, tb, g, row, left, D1, D2, VARLEN)
         if AHEAD:
             mbarrier.arrive(turns[1], count=1)
         note(marks_ptr, part_sums(dk, D2) + part_sums(dv, D2), b, g * group, group, heads, batch)
         tma.store_wait(0)
-        store_parts(dk_out, dk, scale, v_s, stage, tb, g, row, left, D1, D2, VARLEN)
+        store_parts(dk_out, dk, scale, stage_s, stage, tb, g, row, left, D1, D2, VARLEN)
         if AHEAD:
             leave_rows(
                 w, sums, found, taken, n, dq_desc, dq_ptr, marks_ptr, ds_s, q_empty, sizes, scale, BM, ST)  # fmt: skip
-        if KV == 1:
+        if KV == 1 and not BULK:
             tma.store_wait(0)
             mbarrier.arrive(kv_empty.index(0), count=1)
         ti += 1
         mbarrier.wait(kv_full.index(ti % KV), (ti // KV) & 1)
-        count = number(about_s, ti % KV * FIELDS)
+        count = number(about_s, (ti & 1) * FIELDS)
     tma.store_wait(0)
 
 
@@ -272,9 +275,9 @@ def last_slopes(
 
 @gluon.jit
 def step(
-    w: gl.constexpr, it, n0, count, kv, dk, dv, s, dq_ptr, room, ds_s, slots, signals, turns, scale, data,
+    w: gl.constexpr, it, n0, count, kv, at, dk, dv, s, target, room, ds_s, slots, signals, turns, scale, data,
     BM: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, ST: gl.constexpr, HAS_MASK: gl.constexpr,
-    HAS_TERMS: gl.constexpr, CUT: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr,
+    HAS_TERMS: gl.constexpr, CUT: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr, BULK: gl.constexpr,
 ):  # fmt: skip
     """One tile of rows: (dk, dv, S of the next). CUT: the mask or the sequence's end hides some of its pairs."""
     q_s, do_s, k_s, v_s, m_s, delta_s = room
@@ -298,7 +301,6 @@ def step(
     QL: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WQ, 16]
     )
-    at = kv * FIELDS
     st = it % ST
     # The compiler does not know that it never changes: else it keeps addresses in registers that it lacks.
     here = kv + (it >> 30)
@@ -342,7 +344,7 @@ def step(
     if ADD:
         dq = warpgroup_mma_wait(2 * LATER, deps=(dq,))
         if it > n0:
-            add_in_turn(dq_ptr, dq, last, w, entry_s, turns, NQ, WQ, ORDER)
+            add_in_turn(target, dq, last, w, entry_s, turns, NQ, WQ, ORDER, BULK)
     if D2 == 0:
         first, s = warpgroup_mma_wait(0, deps=(dk[0], s))
         dk = (first,)
@@ -355,9 +357,9 @@ def step(
 
 @gluon.jit
 def walk(
-    w: gl.constexpr, n0, count, ti, dq_ptr, room, ds_s, slots, signals, turns, scale, data, BM: gl.constexpr,
+    w: gl.constexpr, n0, count, ti, target, room, ds_s, slots, signals, turns, scale, data, BM: gl.constexpr,
     D: gl.constexpr, D2: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr, HAS_MASK: gl.constexpr,
-    HAS_TERMS: gl.constexpr, CUT: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr,
+    HAS_TERMS: gl.constexpr, CUT: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr, BULK: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys over `count` tiles of rows, of which the first is number n0.
 
@@ -376,7 +378,7 @@ def walk(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D2 if D2 > 0 else D1, 16]
     )
     kv = ti % KV
-    at = kv * FIELDS
+    at = (ti & 1) * FIELDS
     dk = (gl.zeros([64, D1], gl.float32, L1),)
     dv = (gl.zeros([64, D1], gl.float32, L1),)
     if D2 > 0:
@@ -396,29 +398,30 @@ def walk(
         split = n0 + number(about_s, at + 9)
         for it in range(n0, split):
             dk, dv, s = step(
-                w, it, n0, count, kv, dk, dv, s, dq_ptr, room, ds_s, slots, signals, turns, scale, data, BM, D, D2,
-                ST, HAS_MASK, HAS_TERMS, True, ADD, ORDER)  # fmt: skip
+                w, it, n0, count, kv, at, dk, dv, s, target, room, ds_s, slots, signals, turns, scale, data, BM, D, D2,
+                ST, HAS_MASK, HAS_TERMS, True, ADD, ORDER, BULK)  # fmt: skip
     for it in range(split, n0 + count):
         dk, dv, s = step(
-            w, it, n0, count, kv, dk, dv, s, dq_ptr, room, ds_s, slots, signals, turns, scale, data, BM, D, D2,
-            ST, HAS_MASK, HAS_TERMS, False, ADD, ORDER)  # fmt: skip
+            w, it, n0, count, kv, at, dk, dv, s, target, room, ds_s, slots, signals, turns, scale, data, BM, D, D2,
+            ST, HAS_MASK, HAS_TERMS, False, ADD, ORDER, BULK)  # fmt: skip
     return dk, dv
 
 
 @gluon.jit
 def halves_program(
-    q_desc, do_desc, k_desc, v_desc, m_desc, delta_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, dq_desc, dq_ptr, marks_ptr,
-    counter_ptr, turns_ptr, clear_ptr, done_ptr, taken_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr,
-    used_k_ptr, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, batch, heads, group, seqlen_q, seqlen_k, row_tiles, key_tiles,
-    swizzle, lead, lag, q_offset, k_offset, size_d, size_dv, scale, data, HAS_MASK: gl.constexpr,
+    q_desc, do_desc, k_desc, v_desc, m_desc, delta_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, dq_desc, sums_desc, dq_ptr,
+    marks_ptr, counter_ptr, turns_ptr, clear_ptr, done_ptr, taken_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr,
+    used_q_ptr, used_k_ptr, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, batch, heads, group, seqlen_q, seqlen_k, row_tiles,
+    key_tiles, swizzle, lead, lag, q_offset, k_offset, size_d, size_dv, scale, data, HAS_MASK: gl.constexpr,
     HAS_TERMS: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr,
     VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr,
     ADD: gl.constexpr, ORDER: gl.constexpr, WORKER: gl.constexpr, LOADER: gl.constexpr, AHEAD: gl.constexpr,
+    BULK: gl.constexpr,
 ):  # fmt: skip
     """Two halves of 128 keys, and the producer. BM: rows of a tile. D2: 0, or of 64 + D2 columns those after the
     first 64. KV: tiles of keys in shared memory. WORKER, LOADER: registers of a thread of each. ORDER: additions to
     dq in a fixed order; turns_ptr: whose turn it is, a number below which all tiles of keys have added to a row tile.
-    AHEAD: dq's sums are cleared and collected on the way (`backward_sums`)."""
+    AHEAD: dq's sums are cleared and collected on the way (`backward_sums`). BULK: the copy engine adds to them."""
     dt: gl.constexpr = q_desc.dtype
     q_s = gl.allocate_shared_memory(dt, [ST, 1, 1, BM, D], q_desc.layout)
     do_s = gl.allocate_shared_memory(dt, [ST, 1, 1, BM, D], do_desc.layout)
@@ -427,7 +430,12 @@ def halves_program(
     m_s = gl.allocate_shared_memory(gl.float32, [ST, 1, BM], m_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [ST, 1, BM], delta_desc.layout)
     ds_s = gl.allocate_shared_memory(dt, [2, 128, BM], gl.NVMMASharedLayout(128, 16, 2))
-    slots = (slots_of(KV * FIELDS), slots_of(RING * ENTRY))
+    out_s, dq_s = v_s, ds_s
+    if BULK:
+        # Sums that the copy engine adds, and dk and dv, leave from a place of their own.
+        out_s = gl.allocate_shared_memory(dt, [2, 1, 1, 64, D], v_desc.layout)
+        dq_s = out_s._reinterpret(gl.float32, [2, 16, 256], gl.NVMMASharedLayout(0, 32, 2))
+    slots = (slots_of(2 * FIELDS), slots_of(RING * ENTRY))
     kv_full, kv_empty = barriers(KV, 1), barriers(KV, 3 if ORDER or AHEAD else 2)
     turns = (barriers(1, 1).index(0), barriers(1, 2).index(0))
     q_full, q_empty, do_full, ds_full = barriers(ST, 1), barriers(ST, 2), barriers(ST, 1), barriers(2, 2)
@@ -441,16 +449,17 @@ def halves_program(
     room = (q_s, do_s, k_s, v_s, m_s, delta_s)
     signals = (kv_full, kv_empty, q_full, q_empty, do_full, ds_full)
     loads = (kv_full, q_full, q_empty, do_full, q_empty)
+    target = (sums_desc, dq_ptr, dq_s)
     shared = (dq_ptr, clear_ptr, done_ptr, taken_ptr, lead, lag)
     # Constants survive in a tuple only where it is written inside the call.
     if ORDER or AHEAD:
         gl.warp_specialize([
             (half, (
-                0, dk_out, dv_out, dq_desc, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data,
-                BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD)),
+                0, dk_out, dv_out, dq_desc, target, out_s, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale,
+                data, BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD, BULK)),
             (half, (
-                1, dk_out, dv_out, dq_desc, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data,
-                BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD)),
+                1, dk_out, dv_out, dq_desc, target, out_s, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale,
+                data, BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD, BULK)),
             (halves_producer, (
                 counter_ptr, shared, descs, room, slots, loads, kv_empty, sizes, tables, offsets, data, BM, D, ST, KV,
                 HAS_MASK, VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, ORDER, AHEAD)),
@@ -459,11 +468,11 @@ def halves_program(
     else:
         gl.warp_specialize([
             (half, (
-                0, dk_out, dv_out, dq_desc, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data,
-                BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD)),
+                0, dk_out, dv_out, dq_desc, target, out_s, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale,
+                data, BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD, BULK)),
             (half, (
-                1, dk_out, dv_out, dq_desc, dq_ptr, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale, data,
-                BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD)),
+                1, dk_out, dv_out, dq_desc, target, out_s, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale,
+                data, BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD, BULK)),
             (halves_producer, (
                 counter_ptr, shared, descs, room, slots, loads, kv_empty, sizes, tables, offsets, data, BM, D, ST, KV,
                 HAS_MASK, VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, ORDER, AHEAD)),

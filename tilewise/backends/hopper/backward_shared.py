@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.backends.hopper.backward_rings import ENTRY, FIELDS, RING, key_tile, load_chunks, number, same
+from tilewise.backends.hopper.backward_rings import ENTRY, RING, key_tile, load_chunks, number, same
 from tilewise.backends.hopper.forward_place import offset_of
 from tilewise.backends.hopper.names import tma_load
 from tilewise.backends.hopper.plain import classify, derive, keep
@@ -58,13 +58,14 @@ def code_before(u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, dat
 
 @gluon.jit
 def produce(
-    t, n0, kv, descs, room, slots, signals, free, phase, sizes, tables, offsets, data, BM: gl.constexpr,
-    BN: gl.constexpr, NC: gl.constexpr, NV: gl.constexpr, W: gl.constexpr, ST: gl.constexpr, HAS_MASK: gl.constexpr,
-    VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr,
-    ORDER: gl.constexpr,
+    t, n0, kv, at, descs, room, slots, signals, free, phase, counter_ptr, sizes, tables, offsets, data,
+    BM: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, NV: gl.constexpr, W: gl.constexpr, ST: gl.constexpr,
+    HAS_MASK: gl.constexpr, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr,
+    K_OFFSET: gl.constexpr, ORDER: gl.constexpr, DRAW: gl.constexpr,
 ):  # fmt: skip
     """One warp: loads tile t of keys into place kv, which is free when `free` is past `phase`, finds its row tiles and
-    loads them, and tells the consumers; n0 row tiles came before. Returns how many have come."""
+    loads them, and tells the consumers, about the tile in the slots from `at` on; n0 row tiles came before. Returns how
+    many have come, and, if DRAW, what was drawn for the next tile."""
     q_desc, do_desc, k_desc, v_desc, m_desc, delta_desc = descs
     q_s, do_s, k_s, v_s, m_s, delta_s = room
     about_s, entry_s = slots
@@ -96,11 +97,11 @@ def produce(
     if ORDER and HAS_MASK:
         mixed = cut >= 0
     partial = same(gl.where(mixed, count, partial))
-    # All this is found while the others still work on the keys that lie there.
+    # All this was found while the others still work on the keys that lie there.
     mbarrier.wait(free, phase)
-    about = (count, b, g, j0, n_k, key0, q_offset, k_offset, n_q, partial)
-    for f in gl.static_range(10):
-        put(about_s, kv * FIELDS + f, about[f])
+    about = (count, b, g, j0, n_k, key0, q_offset, k_offset, n_q, partial, t)
+    for f in gl.static_range(11):
+        put(about_s, at + f, about[f])
     tb = 0 if VARLEN else b
     full = kv_full.index(kv)
     mbarrier.expect(full, BN * W * (NC + NV) * 2)
@@ -117,7 +118,13 @@ def produce(
     u = start
     if ORDER:
         u = units
+    # The next tile is drawn late: who draws with much to do takes from those that soon have nothing.
+    following = t
+    last = n0 + gl.maximum(count - 2, 0)
     for it in range(n0, n0 + count):
+        if DRAW and not ORDER:
+            if it == last:
+                following = gl.atomic_add(counter_ptr, 1, sem="relaxed")
         kind = cut
         if HAS_MASK:
             if ORDER:
@@ -154,7 +161,10 @@ def produce(
         mbarrier.expect(full, BM * W * NV * 2 + BM * 4)
         load_chunks(do_desc, do_s, full, tb, h, row0 + m * BM, st * NV, NV, W)
         tma_load(delta_desc, [0, tile * BM], full, delta_s.index(st))
-    return n0 + count
+    if DRAW:
+        if ORDER or count == 0:
+            following = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    return n0 + count, following
 
 
 @gluon.jit

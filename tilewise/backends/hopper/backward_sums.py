@@ -15,16 +15,46 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from tilewise.backends.hopper.backward_rings import (
+    ENTRY,
     FIELDS,
+    RING,
     add_constraints,
+    add_fragments,
     fragment_places,
     line_sums,
     note,
+    number,
     number_here,
     turn_at,
 )  # fmt: skip
-from tilewise.backends.hopper.names import tma_store
+from tilewise.backends.hopper.names import tma_reduce_add, tma_store
 from tilewise.backends.hopper.rings import put
+
+
+@gluon.jit
+def add_in_turn(target, dq, n, w: gl.constexpr, entry_s, turns, NQ: gl.constexpr, WQ: gl.constexpr,
+                ORDER: gl.constexpr, BULK: gl.constexpr):  # fmt: skip
+    """Add half of dq of row tile number n to memory: WQ of the NQ columns that there is room for. BULK: by the copy
+    engine, from shared memory, in the same order as from registers."""
+    sums_desc, dq_ptr, dq_s = target
+    tile = number(entry_s, (n % RING) * ENTRY + 1)
+    if BULK:
+        tma.store_wait(0)
+        in_order = dq.reshape([4, 2, 8, WQ // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([WQ // 4, 256])
+        place = dq_s.index(w)
+        if WQ == 32:
+            place = place.slice(0, 8, 0)
+        place.store(in_order)
+        fence_async_shared()
+        row = (tile * 2 + w) * (NQ // 4)
+        for part in gl.static_range(WQ // 32):
+            tma_reduce_add(sums_desc, [row + part * 8, 0], dq_s.index(w).slice(part * 8, 8, 0))
+    else:
+        if ORDER:
+            mbarrier.wait(turns[0], n & 1)
+        add_fragments(dq_ptr + (tile.to(gl.int64) * 2 + w) * (64 * NQ), dq, WQ // 2)
+        if ORDER:
+            mbarrier.arrive(turns[1], count=1)
 
 
 @gluon.jit
@@ -89,7 +119,7 @@ def clear_and_collect(
     mbarrier.wait(kv_full.index(0), 0)
     count = number_here(about_s, 0)
     while count >= 0:
-        at = ti % KV * FIELDS
+        at = (ti & 1) * FIELDS
         t = number_here(about_s, at + 10)
         unit = t // key_tiles
         a = gl.minimum((t - unit * key_tiles) * per, rows)
@@ -114,7 +144,7 @@ def clear_and_collect(
         mbarrier.arrive(kv_empty.index(ti % KV), count=1)
         ti += 1
         mbarrier.wait(kv_full.index(ti % KV), (ti // KV) & 1)
-        count = number_here(about_s, ti % KV * FIELDS)
+        count = number_here(about_s, (ti & 1) * FIELDS)
 
 
 @gluon.jit

@@ -23,7 +23,7 @@ class BackwardPlan(NamedTuple):
     """d, dv: head dimensions of the kernels, filled up with zeros. width: columns of a chunk where tiles are cut.
     swizzle: KV heads whose tiles run abreast. adds: dq is added up in memory, else it has a kernel of its own; ordered:
     in a fixed order. rows: of a tile. stages, keys: tiles of rows and of keys in shared memory. second: 0, or of 64 +
-    `second` columns that products are made of, those after the first 64."""
+    `second` columns that products are made of, those after the first 64. bulk: the copy engine adds to dq's sums."""
 
     d: int
     dv: int
@@ -35,6 +35,7 @@ class BackwardPlan(NamedTuple):
     stages: int
     keys: int
     second: int
+    bulk: bool
 
     @property
     def narrow(self) -> bool:
@@ -95,7 +96,9 @@ def plan_backward(problem: Problem) -> BackwardPlan:
     if ordered:
         swizzle = abreast(-(-walk // rows), spec.keep is not None)
     second = 32 if 64 < max(s.head_dim, s.head_dim_v) <= 96 else 0
-    return BackwardPlan(d, dv, 64, swizzle, narrow, ordered, rows, stages, keys, second)
+    # The copy engine adds through what memory is left then.
+    bulk = long and not ordered and not second and spec.score is None and o.layout == "dense"
+    return BackwardPlan(d, dv, 64, swizzle, narrow, ordered, rows, stages, keys, second, bulk)
 
 
 class Way(NamedTuple):

@@ -42,6 +42,16 @@ def line_box(t: Tensor, rows: int) -> Box:
     return Box(f"tensordesc<fp32[1, {rows}],{layout!r}>", found)
 
 
+def sums_box(t: Tensor) -> Box:
+    """A descriptor of dq's sums as lines of 256, of which the copy engine adds to 8 at a time."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(0, 32, 2)
+    found = TensorDescriptor(t, [t.numel() // 256, 256], [256, 1], [8, 256], layout)
+    return Box(f"tensordesc<fp32[8, 256],{layout!r}>", found)
+
+
 def keyed_strides(problem: Problem, t: Tensor) -> tuple[int, int, int]:
     """(batch, head, token) strides of a q- or k-like tensor."""
     from tilewise.backends.triton.launch import four_strides

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tilewise.backends.hopper.backward_tiles import plan_backward, way_of
-from tilewise.backends.hopper.boxes import Box, bare, boxed, keyed_strides, line_box
+from tilewise.backends.hopper.boxes import Box, bare, boxed, keyed_strides, line_box, sums_box
 from tilewise.backends.hopper.compile import GluonLauncher
 from tilewise.backends.hopper.counters import is_capturing
 from tilewise.backends.hopper.descriptors import readable
@@ -60,11 +60,14 @@ _LAST = ("q_offset", "k_offset", "size_d", "size_dv", "scale:fp32")
 HALVES = Entry(
     "halves", "tilewise.backends.hopper.backward_kernel", "halves_program",
     (
-        *_TENSORS, "dq_desc", "dq_ptr", "marks_ptr", "counter_ptr", "turns_ptr", "clear_ptr", "done_ptr", "taken_ptr",
-        *_NUMBERS, "lead", "lag", *_LAST,
+        *_TENSORS, "dq_desc", "sums_desc", "dq_ptr", "marks_ptr", "counter_ptr", "turns_ptr", "clear_ptr", "done_ptr",
+        "taken_ptr", *_NUMBERS, "lead", "lag", *_LAST,
     ),
     (),
-    ("HAS_MASK", "HAS_TERMS", "BM", "D", "D2", "ST", "KV", *_FLAGS, "ADD", "ORDER", "WORKER", "LOADER", "AHEAD"),
+    (
+        "HAS_MASK", "HAS_TERMS", "BM", "D", "D2", "ST", "KV", *_FLAGS, "ADD", "ORDER", "WORKER", "LOADER", "AHEAD",
+        "BULK",
+    ),
 )  # fmt: skip
 ROLES = Entry(
     "roles", "tilewise.backends.hopper.backward_roles", "roles_program",
@@ -224,23 +227,26 @@ class HopperCall(Call):
     def keys(self, lines: Lines, dq: Tensor | None) -> tuple[Tensor, Tensor]:
         """dk and dv, and the sums of dq, if it is given; on the way, some of dq."""
         s, plan, x, way = self.problem.shape, self.plan, self.inputs, self.way
-        ahead = dq is not None and way.ahead
+        ahead, bulk = dq is not None and way.ahead, dq is not None and plan.bulk
         dk, dv = self._gradient(x.k), self._gradient(x.v)
         narrow = plan.narrow
         rows, width = (128, plan.d) if narrow else (64, plan.width)
         key_tiles = s.seqlen_k // rows + s.batch if self.varlen else -(-s.seqlen_k // rows)
         units = s.num_heads_kv * (1 if self.varlen else s.batch)
+        sums = (
+            self.box(dq if ahead else dk, 64, 64), sums_box(lines.sums) if bulk else self.box(dk, 64, 64), lines.sums,
+        )  # fmt: skip
         values = (
             self.box(x.q, plan.rows, width), self.box(self.own_do, plan.rows, width), self.box(x.k, rows, width),
             self.box(x.v, 64, width), line_box(lines.m, plan.rows), line_box(lines.delta, plan.rows),
             self.box(dk, 64, width), self.box(dv, 64, width), dk, dv,
-            *((self.box(dk if dq is None or not ahead else dq, 64, 64), lines.sums) if narrow else ()), self.marks,
+            *(sums if narrow else ()), self.marks,
             *((self.counter, lines.turns, *self.signs) if narrow else ()),
             *self.places[1:], *keyed_strides(self.problem, dk), *keyed_strides(self.problem, dv), *self.sizes,
             lines.tiles, key_tiles, plan.swizzle, *((way.lead, way.lag) if narrow else ()), _number(x.q_offset),
             _number(x.k_offset), s.head_dim, s.head_dim_v, x.scale,
         )  # fmt: skip
-        adds = {"ADD": dq is not None, "ORDER": dq is not None and plan.ordered, "AHEAD": ahead}
+        adds = {"ADD": dq is not None, "ORDER": dq is not None and plan.ordered, "AHEAD": ahead, "BULK": bulk}
         constants = self.flags() | plan.key_constants() | adds
         grid = units * key_tiles
         if narrow:
