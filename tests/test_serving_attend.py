@@ -303,7 +303,7 @@ def test_float8_is_stored_with_scales(dtype):
     # Half a step of a number with 3 bits behind the point, or half the smallest step.
     assert ((back - k_plain).abs() <= k_plain.abs() / 16 + scale[:, None, None] * 2.0**-10).all()
     k_read, v_read = (
-        (t[0][pages].float().transpose(2, 3).flatten(1, 2)[:, :6] * scale[:, None]).transpose(1, 2)
+        (t[0].float()[pages].transpose(2, 3).flatten(1, 2)[:, :6] * scale[:, None]).transpose(1, 2)
         for t in (cache.k, cache.v)
     )
     want = tw.attention(q.double(), k_read.double(), v_read.double(), mask=tw.causal())
