@@ -75,18 +75,18 @@ for by in (1, 2, 3, 7, 64, 1000, 2**30, 2**31 - 1, 0, -1, -5):
     ran = [tw.attention(q[:, :, :70], k[:, :, :70], k[:, :, :70], mask=parts, backend=name).float()
            for name in ("triton", "blockwise")]
     found["divisors"].append(float((ran[0] - ran[1]).abs().max()))
-found["descriptors"] = []
+found["descriptors"], (q, k) = [], (torch.randn(1, 4, 300, 72).half() for _ in range(2))
 for options in ({"mask": tw.causal() & tw.document(ids)}, {"mask": gap}, {"scores": bias, "mask": tw.chunk(96)}):
     ran = [tw.attention(q, k, k, backend=name, **options).float() for name in ("triton", "blockwise")]
     found["descriptors"].append(float((ran[0] - ran[1]).abs().max()))
+assert {(r.tiles.parts, r.tiles.lazy) for r in launch_forward._recipes.values()} >= {(True, False), (True, True)}
 for loop, dim in (("ahead", 80), ("behind", 40)):
-    found[loop] = []
     q, k = 2 * torch.randn(1, 2, 100, dim).half(), torch.randn(1, 2, 1100, dim).half()
     for keys, scale in ((1100, None), (1088, -0.2), (1029, -0.2), (1024, 0.9)):
         k[:, :, 700:] *= 1.5  # maxima that outgrow a pivot late
         ran = [tw.attention(q, k[:, :, :keys], k[:, :, :keys], scale=scale, backend=name, return_lse=True)
                for name in ("triton", "blockwise")]
-        found[loop].append(max(float((a - b).float().abs().max()) for a, b in zip(*ran)))
+        found.setdefault(loop, []).append(max(float((a - b).float().abs().max()) for a, b in zip(*ran)))
     assert sum(r.tiles.loop == loop and r.tma for r in launch_forward._recipes.values()) == 4
 found["shifts"] = [float((pair[0] - pair[1]).abs().max())]
 print(json.dumps(found))

@@ -6,7 +6,7 @@ weights of tile t - 1 with its values meanwhile, which takes less room, so that 
 to D = 64. The compiler moves instructions inside a basic block only, so nothing in the loops branches but the jump over
 the products of a pivot that stays, and keys that end inside a tile are absorbed after them.
 State in registers: acc (BLOCK_M, DV), the scores of two tiles (BLOCK_M, BLOCK_N) or those of one and the weights of
-another, q (BLOCK_M, D) if ahead, m (BLOCK_M) and l (BLOCK_M, PARTS).
+another, q (BLOCK_M, D) if ahead, m (BLOCK_M) and l (BLOCK_M, COLUMNS).
 
 Source: Shah et al., FlashAttention-3, 2024, section 3.2, https://arxiv.org/abs/2407.08608.
 """

@@ -6,7 +6,7 @@ PARTIAL tiles fold the mask, FULL ones carry no mask work, EMPTY ones are jumped
 the mask's interval form, evaluated for CHUNK tiles at once. With descriptors a run is PARTIAL tiles, FULL tiles,
 PARTIAL tiles in one loop, since each loop waits for its first tile (the branch is three instructions on Hopper);
 without them, where PARTIAL tiles are read with masks, FULL and PARTIAL tiles are loops of their own.
-State in registers: acc (BLOCK_M, DV), m (BLOCK_M), l (BLOCK_M) or (BLOCK_M, PARTS). Shared memory: q (BLOCK_M, D) and
+State in registers: acc (BLOCK_M, DV), m (BLOCK_M), l (BLOCK_M) or (BLOCK_M, COLUMNS). Shared memory: q (BLOCK_M, D) and
 num_stages of k and v.
 
 Source: Dao, FlashAttention-2, 2023, algorithm 1, https://arxiv.org/abs/2307.08691.
@@ -130,7 +130,7 @@ def absorb_run(
     MASKED: tl.constexpr, CAREFUL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr,
     DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, LAZY: tl.constexpr,
+    TMA: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr,
 ):  # fmt: skip
     """The state after the key tiles first .. last - 1. MASKED says which are PARTIAL, or cut by the end: "none", "all",
     or "outer", all but inner .. outer - 1."""
@@ -164,14 +164,14 @@ def absorb_run(
                     classify(i0, i1, columns, columns, q_offset, k_offset, b, h0, h1, g, data) != 0
                 )
             s = tl.where(visible, s, -float("inf"))
-        m, p, alpha = raised(m, s, scale, FUSED, LAZY, LAZY)
-        if not LAZY:
+        m, p, alpha = raised(m, s, scale, FUSED, LAZY, PARTS)
+        if not PARTS:
             l = summed(l, alpha, p, False)  # noqa: E741
         weights = p
         if DROPOUT:
             kept = kept_tile(q_pos, j0 + k_offset, h_word, b_word, seed, threshold, BLOCK_M, BLOCK_N)
             weights = tl.where(kept, p, 0.0)
-        if LAZY:
+        if PARTS:
             weights = weights.to(v_desc.dtype)
         acc = rescaled(acc, alpha, LAZY)
         if TMA:
@@ -184,7 +184,7 @@ def absorb_run(
         if DROPOUT:
             visible = visible & kept
         acc = weigh(weights, v, acc, visible, CAREFUL, PRECISION)
-        if LAZY:
+        if PARTS:
             l = summed(l, alpha, p, True)  # noqa: E741
     return acc, m, l
 
@@ -194,7 +194,7 @@ def absorb_visible(
     acc, m, l, q, begin, end, tensors, rows, numbers, data, score, keep, classify, classify_coarse,  # noqa: E741
     HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, LAZY: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr,
 ):  # fmt: skip
     """The state after those of the key tiles begin .. end - 1 of which the mask shows something."""
     i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g = rows
@@ -222,18 +222,18 @@ def absorb_visible(
                     acc, m, l = absorb_run(  # noqa: E741
                         acc, m, l, q, first, at, inner, outer, tensors, rows, numbers, data, score, keep,
                         classify, "outer", False, True, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N,
-                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, LAZY)  # fmt: skip
+                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, PARTS, LAZY)  # fmt: skip
                 else:
                     middle = tl.min(tl.where((t >= first) & (kind != 2), t, stop), 0)
                     at = tl.min(tl.where((t >= middle) & (kind != 1), t, stop), 0)
                     acc, m, l = absorb_run(  # noqa: E741
                         acc, m, l, q, first, middle, 0, 0, tensors, rows, numbers, data, score, keep,
                         classify, "none", False, True, HAS_TERMS, FUSED, DROPOUT, BLOCK_M,
-                        BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, LAZY)  # fmt: skip
+                        BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, PARTS, LAZY)  # fmt: skip
                     acc, m, l = absorb_run(  # noqa: E741
                         acc, m, l, q, middle, at, 0, 0, tensors, rows, numbers, data, score, keep,
                         classify, "all", False, True, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N,
-                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, LAZY)  # fmt: skip
+                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, PARTS, LAZY)  # fmt: skip
         chunk = stop
     return acc, m, l
 
@@ -250,8 +250,8 @@ def forward_tile(
     HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
     LAST: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, LOOP: tl.constexpr, LAZY: tl.constexpr, CARE: tl.constexpr,
-    RATIO: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, LOOP: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr,
+    CARE: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
     """out and lse of a tile of rows. Strides are in units of STEP elements.
 
@@ -313,8 +313,7 @@ def forward_tile(
     begin = split * each
     end = tl.where(i0 < n_q, tl.minimum(begin + each, tiles), begin)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    IN_PARTS: tl.constexpr = LAZY or LOOP != "plain"
-    l = no_sums(BLOCK_M, IN_PARTS)  # noqa: E741
+    l = no_sums(BLOCK_M, PARTS)  # noqa: E741
     acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
     tensors = (k_base, v_base, k_n, k_d, v_n, v_d, size_d, size_dv, n_k, k_desc, v_desc, tensor_b, key0)
     here = (i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g)
@@ -324,12 +323,12 @@ def forward_tile(
         acc, m, l = absorb_run(  # noqa: E741
             acc, m, l, q, first, last, 0, 0, tensors, here, numbers, data, score, keep, classify, "all", True,
             HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, CARE_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-            PRECISION, False, False)  # fmt: skip
+            PRECISION, False, False, False)  # fmt: skip
     elif HAS_MASK:
         acc, m, l = absorb_visible(  # noqa: E741
             acc, m, l, q, begin, end, tensors, here, numbers, data, score, keep, classify, classify_coarse,
             HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
-            TMA, LAZY)  # fmt: skip
+            TMA, PARTS, LAZY)  # fmt: skip
     elif LOOP == "ahead":
         if begin < end:
             acc, m, l = absorb_ahead(  # noqa: E741
@@ -346,11 +345,11 @@ def forward_tile(
         acc, m, l = absorb_run(  # noqa: E741
             acc, m, l, q, begin, middle, 0, 0, tensors, here, numbers, data, score, keep, classify, "none", False,
             HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-            PRECISION, TMA, LAZY)  # fmt: skip
+            PRECISION, TMA, PARTS, LAZY)  # fmt: skip
         acc, m, l = absorb_run(  # noqa: E741
             acc, m, l, q, middle, end, 0, 0, tensors, here, numbers, data, score, keep, classify, "all", False,
             HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-            PRECISION, TMA, LAZY)  # fmt: skip
+            PRECISION, TMA, PARTS, LAZY)  # fmt: skip
     # A weight of 0 times a hidden NaN is NaN. It is rare, and then the tile of rows is done again with care.
     if CARE == "flag":
         tl.store(flag_ptr + program, tl.max(tl.max(((acc - acc) != 0).to(tl.int32), 1), 0))
@@ -363,10 +362,10 @@ def forward_tile(
             acc, m, l = absorb_run(  # noqa: E741
                 acc, m, l, q, first, last, 0, 0, tensors, here, numbers, data, score, keep, classify, "all", True,
                 HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, CARE_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-                PRECISION, False, False)  # fmt: skip
+                PRECISION, False, False, False)  # fmt: skip
 
     # ---- finish ----
-    if IN_PARTS:
+    if PARTS:
         l = tl.sum(l, 1)  # noqa: E741
     # In units of which the weights are powers of two (FUSED) the pivot that was subtracted is m * step exactly.
     if FUSED:
@@ -417,8 +416,8 @@ def forward_program(
     HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
     LAST: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, LOOP: tl.constexpr, LAZY: tl.constexpr, CARE: tl.constexpr,
-    RATIO: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, LOOP: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr,
+    CARE: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
     """One program of the forward launch: see the header and `forward_tile`."""
     forward_tile(
@@ -429,7 +428,7 @@ def forward_program(
         row_tiles, swizzle, splits, split_tiles, q_offset, k_offset, h_offset, b_offset, size_d, size_dv,
         threshold, scale, drop_factor, data, score, keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, FUSED,
         DROPOUT, VARLEN, LAST, PACKED, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
-        TMA, LOOP, LAZY, CARE, RATIO,
+        TMA, LOOP, PARTS, LAZY, CARE, RATIO,
     )  # fmt: skip
 
 
@@ -444,8 +443,8 @@ def again_program(
     HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
     LAST: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, LOOP: tl.constexpr, LAZY: tl.constexpr, CARE: tl.constexpr,
-    RATIO: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, LOOP: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr,
+    CARE: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
     """One program of the launch after it: does the noted tiles among every NOTES again, in RATIO parts."""
     units = heads if VARLEN else batch * heads
@@ -463,6 +462,6 @@ def again_program(
                 seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles, q_offset, k_offset, h_offset,
                 b_offset, size_d, size_dv, threshold, scale, drop_factor, data, score, keep, classify,
                 classify_coarse, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, VARLEN, LAST, PACKED, BLOCK_M, BLOCK_N,
-                D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, LOOP, LAZY, CARE, RATIO,
+                D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, LOOP, PARTS, LAZY, CARE, RATIO,
             )  # fmt: skip
         at = tl.min(tl.where(noted & (n > at), n, total), 0)

@@ -54,7 +54,7 @@ FORWARD = Entry(
     (
         "HAS_MASK", "HAS_TERMS", "FUSED", "DROPOUT", "VARLEN", "LAST", "PACKED", "BLOCK_M", "BLOCK_N", "D_PAD",
         "DV_PAD", "EVEN", "EVEN_V", "STEP", "UNIT", "PRECISION", "TMA", "LOOP",
-        "LAZY", "CARE", "RATIO",
+        "PARTS", "LAZY", "CARE", "RATIO",
     ),
 )  # fmt: skip
 AGAIN = FORWARD._replace(name="again", program="again_program")
@@ -253,7 +253,7 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     build = Build(types, aligned, wholes, tiles.warps, tiles.stages, tiles.registers)
     wanted = [Wanted(problem, slots, FORWARD, build, device, (FORWARD, AGAIN))]
     if care == "flag":
-        other = {"BLOCK_M": CARE_M, "TMA": False, "LOOP": "plain", "LAZY": False}
+        other = {"BLOCK_M": CARE_M, "TMA": False, "LOOP": "plain", "PARTS": False, "LAZY": False}
         low = tuple((name, other.get(name, value)) for name, value in constants)
         ratio = tiles.block_m // CARE_M
         build = Build(types, aligned, (*low, ("CARE", "again"), ("RATIO", ratio)), 4, 1)
@@ -349,7 +349,7 @@ def _constants(
         ("BLOCK_M", tiles.block_m), ("BLOCK_N", tiles.block_n), ("D_PAD", d), ("DV_PAD", dv),
         ("EVEN", d == s.head_dim), ("EVEN_V", dv == s.head_dim_v), ("STEP", strides.step), ("UNIT", strides.unit),
         ("PRECISION", precision_of(problem.dtype)), ("TMA", tma),
-        ("LOOP", tiles.loop if tma else "plain"), ("LAZY", tma and tiles.lazy),
+        ("LOOP", tiles.loop if tma else "plain"), ("PARTS", tma and tiles.parts), ("LAZY", tma and tiles.lazy),
     )  # fmt: skip
 
 

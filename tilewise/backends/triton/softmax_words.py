@@ -3,7 +3,7 @@
 Two ways. The plain one multiplies everything absorbed so far by what the maximum's growth says, tile by tile. LAZY ones
 leave a row's pivot where it is until the maximum has grown beyond it by GROWTH powers of two: weights are at most
 2 ** GROWTH then, as exact as others, and after a row's first tiles its pivot hardly ever moves: a warp none of whose
-pivots moved jumps over the products. Maxima and sums IN_PARTS are formed for PARTS columns of a row first, each by one
+pivots moved jumps over the products. Maxima and sums in PARTS are formed for COLUMNS of a row first, each by one
 thread: chains of dependent instructions are short, sums need no exchange between threads until the end, and are added
 while the next product is under way.
 
@@ -15,8 +15,8 @@ import triton.language as tl
 
 from tilewise.backends.triton.words import LOG2E
 
-PARTS = tl.constexpr(8)
-"""Parts of a row's sum: columns that a thread of a warpgroup holds two of."""
+COLUMNS = tl.constexpr(8)
+"""Parts of a row's maximum and sum: columns that a thread of a warpgroup holds two of."""
 GROWTH = tl.constexpr(8.0)
 """Powers of two by which a maximum outgrows its pivot before that moves; every type of weights holds 2 ** 8."""
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -34,21 +34,21 @@ def in_registers(x):
 
 
 @triton.jit
-def maximum_of(s, IN_PARTS: tl.constexpr):
+def maximum_of(s, PARTS: tl.constexpr):
     """The maximum of each row of a tile of scores."""
-    if IN_PARTS:
-        wide = tl.max(s.reshape(s.shape[0], 2, s.shape[1] // (2 * PARTS), PARTS), 2)
-        found = tl.max(wide.reshape(s.shape[0], 2 * PARTS), 1)
+    if PARTS:
+        wide = tl.max(s.reshape(s.shape[0], 2, s.shape[1] // (2 * COLUMNS), COLUMNS), 2)
+        found = tl.max(wide.reshape(s.shape[0], 2 * COLUMNS), 1)
     else:
         found = tl.max(s, 1)
     return found
 
 
 @triton.jit
-def raised(m, s, scale, FUSED: tl.constexpr, LAZY: tl.constexpr, IN_PARTS: tl.constexpr):
+def raised(m, s, scale, FUSED: tl.constexpr, LAZY: tl.constexpr, PARTS: tl.constexpr):
     """(new pivots, weights of the scores s, what older weights shrink by) of rows whose pivot was m. FUSED: scores
     are yet to be scaled."""
-    m_new = tl.maximum(m, maximum_of(s, IN_PARTS))
+    m_new = tl.maximum(m, maximum_of(s, PARTS))
     if LAZY:
         grown = (m_new - m) * (scale * LOG2E if FUSED else LOG2E)
         m_new = tl.where(grown > GROWTH, m_new, m)
@@ -65,16 +65,16 @@ def raised(m, s, scale, FUSED: tl.constexpr, LAZY: tl.constexpr, IN_PARTS: tl.co
 
 
 @triton.jit
-def no_sums(BLOCK_M: tl.constexpr, IN_PARTS: tl.constexpr):
+def no_sums(BLOCK_M: tl.constexpr, PARTS: tl.constexpr):
     """Sums of rows before their first tile."""
-    return tl.zeros([BLOCK_M, PARTS] if IN_PARTS else [BLOCK_M], tl.float32)
+    return tl.zeros([BLOCK_M, COLUMNS] if PARTS else [BLOCK_M], tl.float32)
 
 
 @triton.jit
-def summed(l, alpha, p, IN_PARTS: tl.constexpr):  # noqa: E741
+def summed(l, alpha, p, PARTS: tl.constexpr):  # noqa: E741
     """The sums of rows after a tile of weights p."""
-    if IN_PARTS:
-        l = l * alpha[:, None] + tl.sum(p.reshape(p.shape[0], p.shape[1] // PARTS, PARTS), 1)  # noqa: E741
+    if PARTS:
+        l = l * alpha[:, None] + tl.sum(p.reshape(p.shape[0], p.shape[1] // COLUMNS, COLUMNS), 1)  # noqa: E741
     else:
         l = l * alpha + tl.sum(p, 1)  # noqa: E741
     return l
