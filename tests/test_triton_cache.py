@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,8 @@ from tilewise.spec.masks import as_mask
 pytestmark = needs_triton
 
 CASES = (
-    "cached-paged1-ragged", "cached-paged3-one", "cached-contiguous-ragged", "cached-leftpad-one",
-    "cached-seqused_q-ragged", "cached-mask-window_4_2-leftpad", "cached-everything-float16",
+    "cached-paged1-ragged", "cached-paged3-one", "cached-paged16-ragged", "cached-contiguous-ragged",
+    "cached-leftpad-one", "cached-seqused_q-ragged", "cached-mask-window_4_2-leftpad", "cached-everything-float16",
     "cached-float8-page-float16", "cached-no-keys-sink",
 )  # fmt: skip
 RUN = """
@@ -90,6 +91,29 @@ def narrow(lead, dim):
     parts = [attend_pages(q[:1], k, v, backend=b, **call) for b in ("triton", "blockwise")]
     return max(float((a.float() - b.float()).abs().amax() / b.float().abs().amax()) for a, b in zip(*parts))
 found["narrow"] = [narrow((), 16), narrow((70,), 16), narrow((), 64), narrow((), 96)]
+
+# Attention to other keys of the same queries enters where the splits are merged, or where there is one alone; before
+# the sink, which is counted once.
+def prior(tokens, used, capacity, sink, dim_v):
+    from tilewise.problem import decode_inputs, decode_problem
+    from tilewise.state import Partial, merge
+    from tilewise.written import Cached, write
+    q, pages = torch.randn(tokens, 4, 16).transpose(0, 1)[None], capacity // 16
+    k, v = torch.randn(pages + 5, 2, 16, 16), torch.randn(pages + 5, 2, 16, dim_v)
+    lengths, rows = torch.tensor([used]).int(), torch.randperm(pages + 5)[:pages].reshape(1, -1).int()
+    given = torch.randn(tokens, 4, dim_v).transpose(0, 1)[None], torch.randn(tokens, 4).t()[None]
+    given[1][0, :, 1], given[0][0, :, 1] = -torch.inf, torch.nan  # a query that has seen nothing there
+    cached = Cached(None, None, lengths, rows, None, None, None)
+    (*qkv, a, b, c), seed, numbers = write((q, k, v), cached, mask=None, scores=(), sink=sink, backend="triton")
+    problem = decode_problem(*qkv, [a, b, c], numbers.text)
+    inputs = decode_inputs(problem, (*qkv, [a, b, c]), numbers.ints, numbers.floats, seed)
+    out, lse = launch_decode.forward(problem, inputs, given)
+    parts = attend_pages(q, k, v, block_table=rows, seqused_k=lengths, backend="blockwise", partial=True)
+    wanted = merge(Partial(*parts), Partial(*given)).with_sink(sink)
+    pairs = (out, wanted.finalize(dtype=torch.float32)), (lse, wanted.lse)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+cases = (70, 600, 1024, 16), (5, 0, 512, 24), (5, 20, 64, 24)
+found["prior"] = [prior(*case[:3], torch.randn(4), case[3]) for case in cases]
 
 # Joining: two parts of the same queries, as `merge` does; packed, with a sink, and where a part has seen nothing.
 def joined(shape, sink):
@@ -164,6 +188,10 @@ def test_float8_keys_meet_bfloat16_queries_of_any_size(interpreted):
     assert max(interpreted["narrow"]) < 2 * 2.0**-8  # the result is rounded to bfloat16
 
 
+def test_attention_to_other_keys_enters_where_splits_are_merged(interpreted):
+    assert max(interpreted["prior"]) < 3e-6
+
+
 def test_two_parts_are_joined_as_the_monoid_says(interpreted):
     assert all(interpreted["joined"])
 
@@ -203,6 +231,10 @@ def test_plans_follow_from_the_capacity_and_fill_the_machine():
         plan = plan_of(_problem(Shape(batch, 4 * heads_kv, heads_kv, 1, keys, 128, 128)), machine)
         programs = batch * heads_kv * plan.splits
         assert programs >= 0.9 * machine.sms and plan.block_m == 16
+    for batch, keys, resident in ((128, 1024, 4), (64, 64, 4), (8, 1024, 2)):
+        plan = plan_of(_problem(Shape(batch, 32, 8, 1, keys, 128, 128)), machine)
+        room = (plan.stages - 1) * plan.block_n * 2 * 128 * 2  # of keys and values, two bytes each
+        assert resident * (room + 16 * 128 * 2) <= machine.shared
     few = plan_of(_problem(Shape(1, 32, 8, 1, 512, 128, 128)), machine)
     assert few.splits <= 2
 
@@ -359,7 +391,31 @@ def test_a_prepared_call_hands_the_kernel_what_the_long_way_does(before, monkeyp
             assert own or found[name] == wanted, name
         assert (found["table_ptr"], found["table_b"]) == (inputs.block_table.data_ptr(), 64 + before)
         room = 4 * recipe.plan.parts(recipe.units) * recipe.plan.rows * 64
-        assert found["part_lse_ptr"] - found["part_ptr"] == room and found["count_ptr"]
+        assert found["part_lse_ptr"] - found["part_ptr"] == room
+        assert bool(found["count_ptr"]) == (
+            recipe.merge is None
+        )  # who counts is the last program, if it merges
+
+
+@pytest.mark.parametrize("size", (16, 24, 64))
+def test_pages_are_read_ahead_of_their_use(size, monkeypatch):
+    """Keys of the next tiles are under way while a tile is worked on, whatever the pages' size."""
+    from tilewise.backends.triton import decode_plan, launch_decode
+    from tilewise.backends.triton.layout import describe
+    from tilewise.problem import Inputs
+
+    _captured(monkeypatch)
+    problem = replace(_problem(Shape(256, 8, 2, 1, 1536, 64, 64)), page_size=size)
+    q, k = (
+        torch.empty(256, 8, 1, 64, dtype=torch.bfloat16),
+        torch.empty(40, 2, size, 64, dtype=torch.bfloat16),
+    )
+    table, lengths = torch.zeros(256, 1536 // size).int(), torch.full((256,), 9).int()
+    tensors = {"seqused_k": lengths, "block_table": table}
+    inputs = Inputs(q, k, k, (), (), (), None, 1.0, 0.0, 0, 0, None, 0, -1, -1, **tensors)
+    recipe = launch_decode.make_recipe(problem, inputs, describe(problem.spec, ()))
+    assert decode_plan.paging(problem, recipe.plan) == (size if size != 24 else "divide")
+    assert "cp.async" in recipe.run.compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("mask, sees", [

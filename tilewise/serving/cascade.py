@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from tilewise.checks import can_look
+from tilewise.dispatch import choose
 from tilewise.errors import OptionError, ShapeError, UnsupportedProblem
+from tilewise.problem import decode_inputs, decode_problem
 from tilewise.serving.cache import CacheView
-from tilewise.serving.read import OPTIONS, attend_view
+from tilewise.serving.read import OPTIONS, attend_view, key_of, write_view
 from tilewise.spec.attention import AttentionSpec, spec_text
 from tilewise.spec.masks import Mask, as_mask
 from tilewise.spec.scores import as_terms
@@ -25,6 +27,9 @@ from tilewise.spec.tiles import FULL, TileGrid, classify_tiles
 from tilewise.state import Partial, merge
 
 FARTHEST = 2**30
+MOST_PREPARED = 256
+_prepared: dict[Any, Any] = {}
+"""What runs calls over a prefix, by kind."""
 
 
 def attend_cascade(
@@ -60,9 +65,6 @@ def attend_cascade(
     # Its pages are full: no length to say, and on a GPU none to make.
     full: Any = None
     head = CacheView(view.k, view.v, full, table[:1, : prefix // size], None, *scales, trusted=view.trusted)
-    first = attend_view(
-        head, folded.transpose(0, 1)[None], None, (None, scores, None), options, random, True, partial=True
-    )
     visible = AttentionSpec.parse(spec_text(mask, (), False, False))
     if visible.keep is not None and not visible.hides_later_keys_alone:  # those need no true positions
         named |= {"k_offset": prefix, "q_offset": _first_positions(view, q, cu_seqlens_q)}
@@ -70,15 +72,80 @@ def attend_cascade(
     tail = CacheView(view.k, view.v, after, table[:, prefix // size :], None, *scales, trusted=view.trusted)
     given = tuple(named.values())
     rest = attend_view(tail, q, cu_seqlens_q, (mask, scores, None), given, random, True, partial=True)
-    out, lse = first[0][0].transpose(0, 1), first[1][0]  # type: ignore[index]
-    if cu_seqlens_q is None:
-        out = out.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
-        lse = lse.unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1)
+    folded = folded.transpose(0, 1)[None]
+    if q.is_cuda:
+        whole = _onto(head, folded, (None, scores, sink), options, _folded(rest, cu_seqlens_q))
+        if whole is not None:
+            return _unfolded(whole, q, cu_seqlens_q)
+    first = attend_view(head, folded, None, (None, scores, None), options, random, True, partial=True)
+    out, lse = _unfolded(first, q, cu_seqlens_q)
     if q.is_cuda and (joined := _joined((out, lse), rest, sink, q.dtype)) is not None:
         return joined
     merged = merge(Partial(out, lse), Partial(*rest))  # type: ignore[arg-type]  # lse was asked for
     merged = merged if sink is None else merged.with_sink(sink)
     return merged.finalize(dtype=q.dtype), merged.lse
+
+
+def _folded(part: Any, cu_seqlens_q: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of all sequences as those of one: (1, H, T, D_v) and (1, H, T)."""
+    out, lse = part
+    if cu_seqlens_q is None:
+        out, lse = out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1)
+    return out.transpose(0, 1)[None], lse[None]
+
+
+def _unfolded(part: Any, q: Tensor, cu_seqlens_q: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out, lse) in q's layout, from those of one sequence."""
+    out, lse = part[0][0].transpose(0, 1), part[1][0]
+    if cu_seqlens_q is None:
+        out = out.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+        lse = lse.unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1)
+    return out, lse
+
+
+def _onto(
+    view: CacheView,
+    q: Tensor,
+    spec: tuple[Any, Any, Any],
+    options: tuple[Any, ...],
+    prior: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor] | None:
+    """(out, lse) of q over a view's keys, which are all there, merged with `prior` by the launch that merges the splits
+    of the keys; None where there is no such launch, or where gradients are wanted."""
+    tensors = (q, view.k, view.v, *prior)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return None
+    key, extra = key_of(view, q, spec, options)
+    if key is None or any(t.requires_grad for t in extra):
+        return None
+    key = (*key, prior[0].stride(), prior[1].stride(), prior[0].dtype)
+    if key not in _prepared:
+        if len(_prepared) >= MOST_PREPARED:
+            _prepared.clear()
+        _prepared[key] = _prepare(view, q, spec, options, prior)
+    found = _prepared[key]
+    if found is None:
+        return None
+    more = [*extra, *[t for t in (view.block_table, view.k_scale, view.v_scale) if t is not None]]
+    return found(q, view.k, view.v, more, True, prior)
+
+
+def _prepare(
+    view: CacheView,
+    q: Tensor,
+    spec: tuple[Any, Any, Any],
+    options: tuple[Any, ...],
+    prior: tuple[Tensor, Tensor],
+) -> Any:
+    """What runs calls like this one; None where nothing does."""
+    (q, k, v, *rest), seed, numbers = write_view(view, q, None, spec, options, (0.0, None))
+    problem = decode_problem(q, k, v, rest, numbers.text)
+    if choose(problem).name != "triton" or prior[0].dtype != torch.float32:
+        return None
+    from tilewise.backends.triton import prepared_decode
+
+    inputs = decode_inputs(problem, (q, k, v, rest), numbers.ints, numbers.floats, seed)
+    return prepared_decode.prepare(problem, inputs, prior)
 
 
 def _joined(a: Any, b: Any, sink: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:

@@ -75,7 +75,7 @@ def attend_view(
     key = None
     dropout = random[0]
     if type(dropout) in (float, int) and not dropout:
-        key, extra = _key_of(view, q, spec, options) if kind is None else kind
+        key, extra = key_of(view, q, spec, options) if kind is None else kind
         if key is not None:
             key = (*key, None if cu_seqlens_q is None else cu_seqlens_q.shape, partial)
             found = quick.ready.get(key)
@@ -95,14 +95,14 @@ def attend_view(
                 more = [*extra, *[t for t in tensors if t is not None]]
                 result = quick.run(found, (q, view.k, view.v), more, want_lse)
                 return result if want_lse else (result, None)  # type: ignore[return-value]
-    written = _write(view, q, cu_seqlens_q, spec, options, random, partial=partial)
+    written = write_view(view, q, cu_seqlens_q, spec, options, random, partial=partial)
     result = call(written.tensors, written.seed, written.numbers)
     if key is not None:
         quick.remember(key, written)
     return result
 
 
-def _write(
+def write_view(
     view: CacheView, q: Tensor, cu_seqlens_q: Tensor | None, spec: tuple[Any, Any, Any], options: tuple[Any, ...],
     random: tuple[float, Any], *, partial: bool = False,
 ) -> Written:  # fmt: skip
@@ -129,7 +129,7 @@ def check_call(
     dropout, seed = random
     kind = None
     if type(dropout) in (float, int) and not dropout:
-        kind = _key_of(view, q, spec, options)
+        kind = key_of(view, q, spec, options)
         shape = None if cu_seqlens_q is None else cu_seqlens_q.shape
         if kind[0] is not None:
             key = (*kind[0], shape)
@@ -138,7 +138,7 @@ def check_call(
                     check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "T_q", q.shape[0])
                 return kind
     # A seed is given, so that none is drawn here.
-    (q, k, v, *rest), drawn, numbers = _write(
+    (q, k, v, *rest), drawn, numbers = write_view(
         view, q, cu_seqlens_q, spec, options, (dropout, 0 if seed is None else seed)
     )
     problem = decode_problem(q, k, v, rest, numbers.text)
@@ -151,7 +151,7 @@ def check_call(
     return kind
 
 
-def _key_of(view: CacheView, q: Tensor, spec: tuple[Any, Any, Any], options: tuple[Any, ...]) -> Kind:
+def key_of(view: CacheView, q: Tensor, spec: tuple[Any, Any, Any], options: tuple[Any, ...]) -> Kind:
     """As `quick.key_of`, where all that is known of keys and values is one number."""
     if (
         quick.is_compiling()

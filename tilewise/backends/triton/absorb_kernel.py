@@ -36,6 +36,16 @@ def row_offsets(page, slot, page_stride, row_stride):
 
 
 @triton.jit
+def passed_on(x):
+    """x: loops whose values come unchanged from two turns before are not pipelined."""
+    if INTERPRETED:
+        found = x
+    else:
+        found = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=1)
+    return found
+
+
+@triton.jit
 def scales_of(ptr, page, page_stride, g, head_stride, MODE: tl.constexpr):
     """Scales of stored numbers: 1.0, one of the head ("head"), or those of the pages of a tile's columns ("page")."""
     if MODE == "page":
@@ -113,13 +123,14 @@ def absorb_keys(
 ):  # fmt: skip
     """The state after the key tiles first .. last - 1. FOLDED says into which the mask is folded: "none", "all", or
     "outer", all but inner .. outer - 1."""
-    k_base, v_base, k_p, k_n, v_p, v_n, size_d, size_dv, n_k, pad = tensors
+    k_base, v_base, k_p, k_n, v_p, v_n, size_d, size_dv, n_k, pad, most = tensors
     i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g = rows
     scale, k_scale_ptr, v_scale_ptr, ks_p, ks_h, vs_p, vs_h, power, q_ptr = scaling
     d = tl.arange(0, D_PAD)
     dv = tl.arange(0, DV_PAD)
     n = tl.arange(0, BLOCK_N)
-    VECTOR: tl.constexpr = PAGING == "shift" or PAGING == "divide"
+    VECTOR: tl.constexpr = PAGING != "whole" and PAGING != "tile"
+    GROUPS: tl.constexpr = (PAGING == 16 or PAGING == 32 or PAGING == 64) and BLOCK_N % PAGING == 0
     # Weights times the scales of pages may be too small for float16.
     NARROWED: tl.constexpr = q_ptr.dtype.element_ty != q.dtype
     WIDE: tl.constexpr = tl.bfloat16 if NARROWED and SCALES == "page" else q.dtype
@@ -127,13 +138,21 @@ def absorb_keys(
         # Of four neighbouring numbers of v the first ones, the second ones, ...
         acc0, acc1, acc2, acc3 = quarters(acc, [acc.shape[0]], DV_PAD)
         dw = tl.arange(0, DV_PAD // 4)
-    numbers = page_numbers(first * BLOCK_N, first * BLOCK_N + n, n_k, pool, PAGING)
+    numbers = page_numbers(first * BLOCK_N, first * BLOCK_N + n, most, pool, PAGING, BLOCK_N)
+    if GROUPS:
+        # Two tiles more, so that neither does the first tile of the loop's own beginning wait for them one by one.
+        second = page_numbers((first + 1) * BLOCK_N, n, most, pool, PAGING, BLOCK_N)
+        third = page_numbers((first + 2) * BLOCK_N, n, most, pool, PAGING, BLOCK_N)
     for t in tl.range(first, last, num_stages=1 if CAREFUL else None):
         columns = t * BLOCK_N + n
-        page, slot, owned = page_rows(columns, numbers, pool, PAGING)
-        if PAGING != "whole":
-            # One tile ahead, so that no load waits for the table.
-            numbers = page_numbers((t + 1) * BLOCK_N, columns + BLOCK_N, n_k, pool, PAGING)
+        page, slot, owned = page_rows(columns, numbers, pool, PAGING, BLOCK_N)
+        # Tiles ahead, so that no load waits for the table.
+        if GROUPS:
+            numbers = passed_on(second)
+            second = passed_on(third)
+            third = page_numbers((t + 3) * BLOCK_N, columns, most, pool, PAGING, BLOCK_N)
+        elif PAGING != "whole":
+            numbers = page_numbers((t + 1) * BLOCK_N, columns + BLOCK_N, most, pool, PAGING, BLOCK_N)
         inside = (columns < n_k) & (columns >= pad) & owned
         k_at = row_offsets(page, slot, k_p, k_n)
         k = load_rows(k_base, k_at, d, d // STEP < size_d // STEP, inside, EVEN, STEP, EVICT)
@@ -204,7 +223,7 @@ def absorb_by_warps(
     PRECISION: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """`absorb_keys` with a state for each warp: products are batches over the warps, (WARPS, BLOCK_M, keys of one)."""
-    k_base, v_base, k_p, k_n, v_p, v_n, size_d, size_dv, n_k, pad = tensors
+    k_base, v_base, k_p, k_n, v_p, v_n, size_d, size_dv, n_k, pad, most = tensors
     i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g = rows
     scale, k_scale_ptr, v_scale_ptr, ks_p, ks_h, vs_p, vs_h, power, q_ptr = scaling
     EACH: tl.constexpr = BLOCK_N // WARPS
@@ -218,13 +237,13 @@ def absorb_by_warps(
     if WORDS:
         acc0, acc1, acc2, acc3 = quarters(acc, [acc.shape[0], acc.shape[1]], DV_PAD)
         dw = tl.arange(0, DV_PAD // 4)
-    numbers = page_numbers(first * BLOCK_N, first * BLOCK_N + n, n_k, pool, PAGING)
+    numbers = page_numbers(first * BLOCK_N, first * BLOCK_N + n, most, pool, PAGING, BLOCK_N)
     for t in tl.range(first, last, num_stages=1 if CAREFUL else None):
         columns = t * BLOCK_N + n
-        page, slot, owned = page_rows(columns, numbers, pool, PAGING)
+        page, slot, owned = page_rows(columns, numbers, pool, PAGING, BLOCK_N)
         if PAGING != "whole":
             # One tile ahead, so that no load waits for the table.
-            numbers = page_numbers((t + 1) * BLOCK_N, columns + BLOCK_N, n_k, pool, PAGING)
+            numbers = page_numbers((t + 1) * BLOCK_N, columns + BLOCK_N, most, pool, PAGING, BLOCK_N)
         inside = (columns < n_k) & (columns >= pad) & owned
         k_at = row_offsets(page, slot, k_p, k_n)
         mask = inside[:, :, None]

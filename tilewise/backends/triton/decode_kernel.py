@@ -103,8 +103,10 @@ def queries(q_ptr, here, part, q_b, q_h, q_n, q_d, group, size_d, VARLEN: tl.con
 def decode_part(
     unit, split, part, here, share, q,
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, count_ptr, flag_ptr, sink_ptr, q_offset_ptr,
-    k_offset_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+    k_offset_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr, table_ptr, k_scale_ptr, v_scale_ptr, prior_ptr,
+    prior_lse_ptr,
     q_b, q_h, q_n, q_d, k_p, k_h, k_n, v_p, v_h, v_n, o_b, o_h, o_n, o_d, l_b, l_h, table_b, ks_p, ks_h, vs_p, vs_h,
+    pr_h, pr_n, prl_h, prl_n,
     batch, units, heads, group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles, pages, page_size, page_shift,
     q_offset, k_offset, size_d, size_dv, scale,
     data, score, keep, classify, classify_coarse,
@@ -142,7 +144,7 @@ def decode_part(
     pool = (table_at, page0, page_size, page_shift, pages)
     k_base = k_ptr + tl.cast(g, tl.int64) * k_h * STEP
     v_base = v_ptr + tl.cast(g, tl.int64) * v_h * STEP
-    begin = first_tile + split * each
+    begin = first_tile if MERGE == "none" else first_tile + split * each
     end = tl.where(i0 < n_q, tl.minimum(begin + each, tl.cdiv(n_k, BLOCK_N)), begin)
     power = scale
     if k_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
@@ -154,7 +156,7 @@ def decode_part(
     MASKED: tl.constexpr = "all" if HAS_MASK else "none"
     REDO_N: tl.constexpr = BLOCK_N if WARPS > 1 else CARE_N
     acc, m, l = nothing_seen(BLOCK_M, DV_PAD, WARPS)  # noqa: E741
-    tensors = (k_base, v_base, k_p, k_n, v_p, v_n, size_d, size_dv, n_k, pad)
+    tensors = (k_base, v_base, k_p, k_n, v_p, v_n, size_d, size_dv, n_k, pad, seqlen_k)
     scaling = (scale, k_scale_ptr, v_scale_ptr, ks_p, ks_h, vs_p, vs_h, power, q_ptr)
     rows = (i, i + q_offset, i0, i1, q_offset, k_offset, b, h, h0, h1, g)
     if CARE == "again":
@@ -225,8 +227,10 @@ def decode_part(
         acc, m, l = join_warps(acc, m, l)  # noqa: E741
     if SCALES == "head":
         acc = acc * tl.load(v_scale_ptr + g * vs_h)
+    prior = (prior_ptr, prior_lse_ptr, pr_h, pr_n, prl_h, prl_n)
     results = (
-        out_ptr, lse_ptr, sink_ptr, o_b, o_h, o_n, o_d, l_b, l_h, sequence, row0, n_q, seqlen_q, size_dv, True,
+        out_ptr, lse_ptr, sink_ptr, o_b, o_h, o_n, o_d, l_b, l_h, sequence, row0,
+        (n_q, seqlen_q, size_dv), True, prior,
     )  # fmt: skip
     if MERGE == "none" or live == 1:
         write_rows(acc, m, l, row, h_rows, results, VARLEN, DV_PAD, STEP_Q, UNIT)
@@ -257,8 +261,10 @@ def decode_part(
 @triton.jit
 def decode_program(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, count_ptr, flag_ptr, sink_ptr, q_offset_ptr,
-    k_offset_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+    k_offset_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr, table_ptr, k_scale_ptr, v_scale_ptr, prior_ptr,
+    prior_lse_ptr,
     q_b, q_h, q_n, q_d, k_p, k_h, k_n, v_p, v_h, v_n, o_b, o_h, o_n, o_d, l_b, l_h, table_b, ks_p, ks_h, vs_p, vs_h,
+    pr_h, pr_n, prl_h, prl_n,
     batch, units, heads, group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles, pages, page_size, page_shift,
     q_offset, k_offset, size_d, size_dv, scale,
     data, score, keep, classify, classify_coarse,
@@ -282,15 +288,14 @@ def decode_program(
     if split < share[4]:
         decode_part(
             unit, split, 0, here, share, q,
-            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, count_ptr, flag_ptr,
-            sink_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr, table_ptr,
-            k_scale_ptr,
-            v_scale_ptr, q_b, q_h, q_n, q_d, k_p, k_h, k_n, v_p, v_h, v_n, o_b, o_h, o_n, o_d, l_b, l_h, table_b, ks_p,
-            ks_h, vs_p, vs_h, batch, units, heads, group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles, pages,
-            page_size, page_shift, q_offset, k_offset, size_d, size_dv, scale, data, score, keep, classify,
-            classify_coarse, HAS_MASK, HAS_TERMS, FUSED, LAST, VARLEN, PAGING, SCALES, BLOCK_M, BLOCK_N, ROWS, D_PAD,
-            DV_PAD, EVEN, EVEN_V, STEP, STEP_Q, UNIT, PRECISION, EVICT, MERGE, MERGED, WARPS, SINGLE,
-            CARE, RATIO,
+            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, count_ptr, flag_ptr, sink_ptr,
+            q_offset_ptr, k_offset_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr, table_ptr, k_scale_ptr,
+            v_scale_ptr, prior_ptr, prior_lse_ptr, q_b, q_h, q_n, q_d, k_p, k_h, k_n, v_p, v_h, v_n, o_b, o_h, o_n,
+            o_d, l_b, l_h, table_b, ks_p, ks_h, vs_p, vs_h, pr_h, pr_n, prl_h, prl_n, batch, units, heads, group,
+            seqlen_q, seqlen_k, row_tiles, splits, split_tiles, pages, page_size, page_shift, q_offset, k_offset,
+            size_d, size_dv, scale, data, score, keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, FUSED, LAST,
+            VARLEN, PAGING, SCALES, BLOCK_M, BLOCK_N, ROWS, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, STEP_Q, UNIT, PRECISION,
+            EVICT, MERGE, MERGED, WARPS, SINGLE, CARE, RATIO,
         )  # fmt: skip
     elif CARE == "flag":
         tl.store(flag_ptr + split * units + unit, 0)
@@ -299,8 +304,10 @@ def decode_program(
 @triton.jit
 def again_program(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, count_ptr, flag_ptr, sink_ptr, q_offset_ptr,
-    k_offset_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+    k_offset_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr, table_ptr, k_scale_ptr, v_scale_ptr, prior_ptr,
+    prior_lse_ptr,
     q_b, q_h, q_n, q_d, k_p, k_h, k_n, v_p, v_h, v_n, o_b, o_h, o_n, o_d, l_b, l_h, table_b, ks_p, ks_h, vs_p, vs_h,
+    pr_h, pr_n, prl_h, prl_n,
     batch, units, heads, group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles, pages, page_size, page_shift,
     q_offset, k_offset, size_d, size_dv, scale,
     data, score, keep, classify, classify_coarse,
@@ -330,12 +337,12 @@ def again_program(
                 at % units, at // units, part, here, share, q,
                 q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, count_ptr, flag_ptr, sink_ptr,
                 q_offset_ptr, k_offset_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr, table_ptr, k_scale_ptr,
-                v_scale_ptr, q_b, q_h, q_n, q_d, k_p, k_h, k_n, v_p, v_h, v_n, o_b, o_h, o_n, o_d, l_b, l_h, table_b,
-                ks_p, ks_h, vs_p, vs_h, batch, units, heads, group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles,
-                pages, page_size, page_shift, q_offset, k_offset, size_d, size_dv, scale, data, score, keep,
-                classify, classify_coarse, HAS_MASK, HAS_TERMS, FUSED, LAST, VARLEN, PAGING, SCALES, BLOCK_M, BLOCK_N,
-                ROWS, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, STEP_Q, UNIT, PRECISION, EVICT, MERGE, MERGED, WARPS,
-                SINGLE, CARE, RATIO,
+                v_scale_ptr, prior_ptr, prior_lse_ptr, q_b, q_h, q_n, q_d, k_p, k_h, k_n, v_p, v_h, v_n, o_b, o_h,
+                o_n, o_d, l_b, l_h, table_b, ks_p, ks_h, vs_p, vs_h, pr_h, pr_n, prl_h, prl_n, batch, units, heads,
+                group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles, pages, page_size, page_shift, q_offset,
+                k_offset, size_d, size_dv, scale, data, score, keep, classify, classify_coarse, HAS_MASK, HAS_TERMS,
+                FUSED, LAST, VARLEN, PAGING, SCALES, BLOCK_M, BLOCK_N, ROWS, D_PAD, DV_PAD, EVEN, EVEN_V, STEP,
+                STEP_Q, UNIT, PRECISION, EVICT, MERGE, MERGED, WARPS, SINGLE, CARE, RATIO,
             )  # fmt: skip
         at = tl.min(tl.where(noted & (n > at), n, total), 0)
 
@@ -343,8 +350,10 @@ def again_program(
 @triton.jit
 def merge_program(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, count_ptr, flag_ptr, sink_ptr, q_offset_ptr,
-    k_offset_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+    k_offset_ptr, cu_q_ptr, used_q_ptr, used_k_ptr, leftpad_ptr, table_ptr, k_scale_ptr, v_scale_ptr, prior_ptr,
+    prior_lse_ptr,
     q_b, q_h, q_n, q_d, k_p, k_h, k_n, v_p, v_h, v_n, o_b, o_h, o_n, o_d, l_b, l_h, table_b, ks_p, ks_h, vs_p, vs_h,
+    pr_h, pr_n, prl_h, prl_n,
     batch, units, heads, group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles, pages, page_size, page_shift,
     q_offset, k_offset, size_d, size_dv, scale,
     data,
@@ -378,8 +387,10 @@ def merge_program(
             sequence = 0 if VARLEN else b
             at = tile * BLOCK_M + r + tl.arange(0, 1)
             state_m, state_l = tl.zeros([1], tl.float32) + m, tl.zeros([1], tl.float32) + l
+            prior = (prior_ptr, prior_lse_ptr, pr_h, pr_n, prl_h, prl_n)
             results = (
-                out_ptr, lse_ptr, sink_ptr, o_b, o_h, o_n, o_d, l_b, l_h, sequence, row0, n_q, seqlen_q, size_dv, real,
+                out_ptr, lse_ptr, sink_ptr, o_b, o_h, o_n, o_d, l_b, l_h, sequence, row0,
+                (n_q, seqlen_q, size_dv), real, prior,
             )  # fmt: skip
             h_rows = g * group + at % group
             state = (acc[None, :], state_m, state_l)

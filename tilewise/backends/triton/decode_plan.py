@@ -44,6 +44,15 @@ MOST_GROUP = 128
 """Query heads for each KV head of a packed call: a tile of rows holds at least one query row of all of them."""
 CARE_M = 32
 """`launch_forward.CARE_M`: the tallest tile that is done again inside its own kernel."""
+GROUPED = (16, 32, 64)
+"""Page sizes for which kernels are compiled: one entry of the table is read for each page, not for each key. Others are
+numbers of a call."""
+MANY = 3.5
+"""Units for each multiprocessor from which it is busier with four small programs than with two."""
+SHORT_KEYS = 128
+"""Keys of a sequence up to which a program waits for its own instructions: it has two warps."""
+FEW_PAGES_KEYS = 2048
+"""Keys of a sequence up to which four programs of two warps read small pages faster."""
 
 
 class DecodePlan(NamedTuple):
@@ -212,8 +221,10 @@ def _tiles(
         block_n, warps, stages, each, resident = 64, 4, 4, 4, 1
     elif problem.kv_dtype.itemsize == 1:
         block_n, warps, stages, resident = 64, 4, 4, 4
+    elif _plain(problem, masked, block_m) and (many := _many(problem, units, machine)) is not None:
+        block_n, warps, stages, resident = many
     else:
-        scattered = problem.options.pages and problem.shape.seqlen_k != problem.page_size
+        scattered = _in_pages(problem)
         few = units <= machine.sms and (block_m > 16 or scattered)
         block_n, warps, stages = 64, 4, 3 if few or problem.options.batch_invariant else 4
     size = problem.kv_dtype.itemsize
@@ -227,6 +238,32 @@ def _tiles(
     return block_n, warps, stages, each if block_n >= 16 * warps else 1, resident
 
 
+def _plain(problem: Problem, masked: bool, block_m: int) -> bool:
+    """Whether 16 rows at most read keys of 128 numbers of two bytes, and nothing is hidden or added."""
+    s = problem.shape
+    if block_m > 16 or masked or problem.spec.score is not None or problem.options.batch_invariant:
+        return False
+    return padded(s.head_dim) == padded(s.head_dim_v) == 128 and problem.kv_dtype == problem.dtype
+
+
+def _many(problem: Problem, units: int, machine: Machine) -> tuple[int, int, int, int] | None:
+    """(keys of a tile, warps, stages, programs of a multiprocessor) of plain calls that have many programs without
+    splits; None for others."""
+    keys = problem.shape.seqlen_k
+    if units < MANY * machine.sms:
+        return None
+    if keys <= SHORT_KEYS:
+        return 32, 2, 2, 4
+    if not _in_pages(problem) or problem.page_size % 64 == 0:
+        return 64, 4, 2, 4
+    return (32, 2, 4, 4) if keys <= FEW_PAGES_KEYS else None
+
+
+def _in_pages(problem: Problem) -> bool:
+    """Whether a sequence is several pages."""
+    return problem.options.pages and problem.shape.seqlen_k != problem.page_size
+
+
 def _alone(problem: Problem, masked: bool, block_m: int, units: int, machine: Machine) -> bool:
     """Whether one program for each multiprocessor is best: 8 rows without masks, long runs of neighbouring keys."""
     if block_m > 16 or problem.options.batch_invariant or problem.kv_dtype != problem.dtype:
@@ -236,8 +273,29 @@ def _alone(problem: Problem, masked: bool, block_m: int, units: int, machine: Ma
         return False
     if masked or problem.spec.score is not None or units > machine.sms:
         return False
-    scattered = problem.page_size % 64 != 0 and problem.shape.seqlen_k != problem.page_size
-    return not scattered and problem.shape.seqlen_k // (machine.sms // units) >= LONG_KEYS
+    if _in_pages(problem) and (problem.page_size % 64 or problem.shape.seqlen_q * problem.group > 4):
+        return False
+    return problem.shape.seqlen_k // (machine.sms // units) >= LONG_KEYS
+
+
+def paging(problem: Problem, plan: DecodePlan) -> str | int:
+    """How columns become rows of the pools; see `pages`."""
+    size = problem.page_size
+    if not _in_pages(problem):
+        return "whole"
+    # Where keys are split, finding the pages of a tile key by key was as quick, and quicker for short splits.
+    once = plan.splits == 1 or plan.block_m > CARE_M or size == 64
+    if (
+        once
+        and size in GROUPED
+        and plan.block_n % size == 0
+        and plan.each == 1
+        and problem.kv_dtype == problem.dtype
+    ):
+        return size
+    if size % plan.block_n == 0:
+        return "tile"
+    return "shift" if size & (size - 1) == 0 else "divide"
 
 
 def splits_of(problem: Problem, block_n: int, units: int, slots: int) -> tuple[int, int]:

@@ -36,10 +36,10 @@ DECODE = Entry(
     (
         "q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr", "part_ptr", "part_lse_ptr", "count_ptr", "flag_ptr",
         "sink_ptr", "q_offset_ptr", "k_offset_ptr", "cu_q_ptr", "used_q_ptr", "used_k_ptr", "leftpad_ptr", "table_ptr",
-        "k_scale_ptr", "v_scale_ptr",
+        "k_scale_ptr", "v_scale_ptr", "prior_ptr", "prior_lse_ptr",
         *(f"{name}:i64" for name in (
             "q_b", "q_h", "q_n", "q_d", "k_p", "k_h", "k_n", "v_p", "v_h", "v_n", "o_b", "o_h", "o_n", "o_d",
-            "l_b", "l_h", "table_b", "ks_p", "ks_h", "vs_p", "vs_h",
+            "l_b", "l_h", "table_b", "ks_p", "ks_h", "vs_p", "vs_h", "pr_h", "pr_n", "prl_h", "prl_n",
         )),
         "batch", "units", "heads", "group", "seqlen_q", "seqlen_k", "row_tiles", "splits", "split_tiles", "pages",
         "page_size", "page_shift", "q_offset", "k_offset", "size_d", "size_dv", "scale:fp32",
@@ -90,21 +90,27 @@ def takes(problem: Problem, inputs: Inputs) -> bool:
     )
 
 
-def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
-    """(out, lse); None where a leaf is of a type that kernels do not read, or something is empty."""
+def forward(
+    problem: Problem, inputs: Inputs, prior: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """(out, lse); None where a leaf is of a type that kernels do not read, or something is empty.
+
+    prior: (out, lse), float32, (1, H, N, D_v) and (1, H, N), of the same queries over other keys, merged with these;
+    dense calls of one sequence have it.
+    """
     s = problem.shape
     if not (s.batch and s.num_heads_kv and s.head_dim and s.head_dim_v and s.seqlen_k and inputs.k.shape[0]):
         return None
     tall = problem.options.layout == "varlen" and problem.group > CARE_M
     if tall and _step((inputs.k, inputs.v), (s.head_dim, s.head_dim_v)) == 1:
         return None
-    kind = _kind_of(problem, inputs)
+    kind = (*_kind_of(problem, inputs), prior_strides(prior))
     recipe = _recipes.get(kind)
     if recipe is None:
         slots = describe(problem.spec, inputs.leaves)
         if slots is None:
             return None
-        recipe = make_recipe(problem, inputs, slots)
+        recipe = make_recipe(problem, inputs, slots, prior)
         if len(_recipes) >= MOST_RECIPES:
             _recipes.clear()
         _recipes[kind] = recipe
@@ -115,6 +121,8 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
         out.zero_()
         lse.fill_(-math.inf)
     values = _own_values(recipe, inputs, out, lse)
+    if prior is not None:
+        values[AT["prior_ptr"]], values[AT["prior_lse_ptr"]] = prior
     recipe.run(recipe.units, values, recipe.plan.splits)
     if recipe.again is not None:
         recipe.again(-(-recipe.units * recipe.plan.splits // NOTES), values)
@@ -147,7 +155,14 @@ def _kind_of(problem: Problem, inputs: Inputs) -> tuple[object, ...]:
 # ---- recipes -------------------------------------------------------------------------------------------------
 
 
-def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
+def prior_strides(prior: tuple[Tensor, Tensor] | None) -> tuple[int | None, ...]:
+    """Strides of head and row of a prior's out and lse."""
+    return (None,) * 4 if prior is None else (*prior[0].stride()[1:3], *prior[1].stride()[1:])
+
+
+def make_recipe(
+    problem: Problem, inputs: Inputs, slots: Slots, prior: tuple[Tensor, Tensor] | None = None
+) -> Recipe:
     """Decide how calls of this kind run, and compile their kernel."""
     device = max(inputs.q.get_device(), 0)
     out = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
@@ -160,6 +175,9 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     count = inputs.q.new_empty(0, dtype=torch.int32)
     floats = inputs.q.new_empty(0, dtype=torch.float32)
     values[AT["out_ptr"]] = out
+    values[AT["pr_h"] : AT["prl_n"] + 1] = prior_strides(prior)
+    if prior is not None:
+        values[AT["prior_ptr"]], values[AT["prior_lse_ptr"]] = prior
     for name in ("lse_ptr", "part_ptr", "part_lse_ptr"):
         values[AT[name]] = floats
     values[AT["count_ptr"]] = count
@@ -236,16 +254,6 @@ def _step(tensors: tuple[Tensor, ...], sizes: tuple[int, ...]) -> int:
     return 1 if any(size % step for size in sizes) else step
 
 
-def _paging(problem: Problem, plan: DecodePlan) -> str:
-    """How columns become rows of the pools; see `pages`."""
-    size = problem.page_size
-    if not problem.options.pages or problem.shape.seqlen_k == size:
-        return "whole"
-    if size % plan.block_n == 0:
-        return "tile"
-    return "shift" if size & (size - 1) == 0 else "divide"
-
-
 def _scales(inputs: Inputs) -> str:
     """Where the scales of stored numbers come from."""
     found = [t for t in (inputs.k_scale, inputs.v_scale) if t is not None]
@@ -259,12 +267,12 @@ def _constants(
 ) -> tuple[tuple[str, object], ...]:
     spec, s = problem.spec, problem.shape
     d, dv = padded(s.head_dim), padded(s.head_dim_v)
-    scales = _scales(inputs)
+    scales, paging = _scales(inputs), decode_plan.paging(problem, plan)
     unit = inputs.q.stride(-1) == 1 and out.stride(-1) == 1
     fused = spec.score is None and inputs.scale > 0 and scales == "none" and problem.kv_dtype == problem.dtype
     return (
         ("HAS_TERMS", spec.score is not None), ("FUSED", fused), ("LAST", inputs.q_offset is None),
-        ("VARLEN", problem.options.layout == "varlen"), ("PAGING", _paging(problem, plan)), ("SCALES", scales),
+        ("VARLEN", problem.options.layout == "varlen"), ("PAGING", paging), ("SCALES", scales),
         ("BLOCK_M", plan.block_m), ("BLOCK_N", plan.block_n), ("ROWS", plan.rows), ("D_PAD", d), ("DV_PAD", dv),
         ("EVEN", d == s.head_dim), ("EVEN_V", dv == s.head_dim_v), ("STEP", steps[0]), ("STEP_Q", steps[1]),
         ("UNIT", unit), ("PRECISION", precision_of(problem.dtype)), ("EVICT", plan.evict), ("MERGE", plan.merge),
@@ -290,9 +298,11 @@ def _shared_values(
         *(x // step_q for x in o_strides[:3]), o_strides[3],
         0 if problem.options.layout == "varlen" else s.num_heads_q * rows, rows,
         0 if table is None else table.stride(0), *_scale_strides(inputs.k_scale), *_scale_strides(inputs.v_scale),
+        *prior_strides(None),
     ]  # fmt: skip
     return [
-        inputs.q, inputs.k, inputs.v, None, None, None, None, None, None, *_optional(problem, inputs), *strides,
+        inputs.q, inputs.k, inputs.v, None, None, None, None, None, None, *_optional(problem, inputs), None, None,
+        *strides,
         s.batch, decode_plan.units_of(problem, plan), s.num_heads_kv, max(problem.group, 1), s.seqlen_q, s.seqlen_k,
         plan.row_tiles, plan.splits, plan.split_tiles, pages, size, max(size.bit_length() - 1, 0),
         _number(inputs.q_offset), _number(inputs.k_offset), s.head_dim, s.head_dim_v, inputs.scale,

@@ -119,16 +119,35 @@ def load_row(part_ptr, part_lse_ptr, first, step, splits, live, n, DV_PAD: tl.co
 
 
 @triton.jit
+def with_prior(acc, m, l, row, h_rows, alive, size_dv, prior, DV_PAD: tl.constexpr):  # noqa: E741
+    """The state (acc, m, l) of rows merged with attention to other keys: prior = (out, lse, strides of head and row of
+    both), float32, of one sequence."""
+    out_ptr, lse_ptr, out_h, out_n, lse_h, lse_n = prior
+    h, n = h_rows.to(tl.int64), row.to(tl.int64)
+    other_m = tl.load(lse_ptr + h * lse_h + n * lse_n, mask=alive, other=-float("inf")) * LOG2E
+    d = tl.arange(0, DV_PAD)
+    # What has seen no key adds nothing, whatever it holds.
+    seen = (alive & (other_m != -float("inf")))[:, None] & (d < size_dv)[None, :]
+    other = tl.load(out_ptr + (h * out_h + n * out_n)[:, None] + d[None, :], mask=seen, other=0.0)
+    top = tl.maximum(m, other_m)
+    pivot = tl.where(top == -float("inf"), 0.0, top)
+    own, others = tl.exp2(m - pivot), tl.exp2(other_m - pivot)
+    return acc * own[:, None] + other * others[:, None], top, l * own + others
+
+
+@triton.jit
 def write_rows(
     acc, m, l, row, h_rows, results,  # noqa: E741
     VARLEN: tl.constexpr, DV_PAD: tl.constexpr, STEP_Q: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of rows whose state is (acc, m, l), m in powers of two; the sink enters here, once. Rows from n_q
-    on are not used: 0 and -inf (packed rows are set so before). Where not `real`, nothing is read or written."""
-    out_ptr, lse_ptr, sink_ptr, o_b, o_h, o_n, o_d, l_b, l_h, sequence, row0, n_q, seqlen_q, size_dv, real = (
-        results
-    )
+    """out and lse of rows whose state is (acc, m, l), m in powers of two; the sink enters here, once, and what other
+    keys gave, `with_prior`. Rows from n_q on are not used: 0 and -inf (packed rows are set so before). Where not
+    `real`, nothing is read or written."""
+    out_ptr, lse_ptr, sink_ptr, o_b, o_h, o_n, o_d, l_b, l_h, sequence, row0, sizes, real, prior = results
+    n_q, seqlen_q, size_dv = sizes
     alive = (row < n_q if VARLEN else row < seqlen_q) & real
+    if prior[0] is not None:
+        acc, m, l = with_prior(acc, m, l, row, h_rows, alive, size_dv, prior, DV_PAD)  # noqa: E741
     if sink_ptr is not None:
         logit = tl.load(sink_ptr + h_rows, mask=alive, other=0.0).to(tl.float32)
         m, l, alpha = absorb_sink(m, l, logit * LOG2E, 1.0)  # noqa: E741

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +36,12 @@ POINTERS = {
 }  # fmt: skip
 
 
-def prepare(problem: Problem, inputs: Inputs) -> PreparedDecode | None:
+def prepare(
+    problem: Problem, inputs: Inputs, prior: tuple[Tensor, Tensor] | None = None
+) -> PreparedDecode | None:
     """A function for decode calls that differ from this one in the tensors' contents and addresses only.
+
+    prior: as `launch_decode.forward` has it, of calls that give one of the same strides.
 
     None where such a call has more to do than to launch the decode kernel and to merge its results.
     """
@@ -47,7 +52,7 @@ def prepare(problem: Problem, inputs: Inputs) -> PreparedDecode | None:
         return None
     if problem.options.k_scale != problem.options.v_scale or problem.options.layout != "dense":
         return None
-    recipe = make_recipe(problem, inputs, slots)
+    recipe = make_recipe(problem, inputs, slots, prior)
     if recipe.again is not None or not isinstance(recipe.run, Launcher):
         return None
     try:
@@ -71,10 +76,14 @@ class PreparedDecode:
         self.device, self.index = inputs.q.device, inputs.q.get_device()
         self.precision = precision_of(problem.dtype) if problem.dtype == torch.float32 else None
         self.room, self.split_at = room_size(recipe), 4 * split_at(recipe)
+        self.roomier = self.room + math.prod(
+            self.lse_shape
+        )  # an lse that nobody asked for stands behind the splits'
         slots = self.direct.slots
         self.part, self.part_lse, self.count = (
             slots[AT[name]] for name in ("part_ptr", "part_lse_ptr", "count_ptr")
         )
+        self.prior = [slots[AT[name]] for name in ("prior_ptr", "prior_lse_ptr") if AT[name] in slots]
         self.extra = [slots[len(DECODE.arguments) + at] for at in recipe.slots.leaf_at]
         self.extra += [slots[AT[POINTERS[name]]] for name in problem.tensor_names]
         count = len(problem.spec.leaves)
@@ -86,8 +95,9 @@ class PreparedDecode:
         self.others = replace(inputs, q=nothing, k=nothing, v=nothing, leaves=())
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor], want_lse: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor], want_lse: bool,
+        prior: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """(out, lse); see `protocol.Prepared`. extra: the leaves, then the problem's tensors in their order."""
         addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr())
         fits = not (self.recipe.aligned and (addresses[0] | addresses[1] | addresses[2]) & 15)
@@ -100,20 +110,28 @@ class PreparedDecode:
         if self.precision is not None:
             fits = fits and self.precision == precision_of(torch.float32)
         if not fits or torch._C._cuda_getDevice() != self.index:
-            return self._elsewhere(q, k, v, extra)
+            return self._elsewhere(q, k, v, extra, prior)
         out = torch.empty_strided(self.out_shape, self.out_strides, dtype=self.out_dtype, device=self.device)
-        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
         block = self.direct.block()
         words = block.words
         words[0], words[1], words[2] = addresses
-        words[3], words[4] = out.data_ptr(), lse.data_ptr()
+        words[3], lse = out.data_ptr(), None
         if self.room:
-            part = torch.empty(self.room, dtype=torch.float32, device=self.device)
-            words[self.part] = part.data_ptr()
-            words[self.part_lse] = part.data_ptr() + self.split_at
-            words[self.count] = counters(self.device, self.recipe.units).data_ptr()
+            part = torch.empty(
+                self.room if want_lse else self.roomier, dtype=torch.float32, device=self.device
+            )
+            at = part.data_ptr()
+            words[self.part], words[self.part_lse], words[4] = at, at + self.split_at, at + 4 * self.room
+            if self.merge is None:
+                words[self.count] = counters(self.device, self.recipe.units).data_ptr()
+        if want_lse or not self.room:
+            lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
+            words[4] = lse.data_ptr()
         for at, t in zip(self.extra, extra, strict=True):
             words[at] = t.data_ptr()
+        if prior is not None:
+            for at, t in zip(self.prior, prior, strict=True):
+                words[at] = t.data_ptr()
         self.direct(self.recipe.units, block, self.splits)
         if self.merge is not None:
             self.merge(self.recipe.units * self.recipe.plan.rows, block)
@@ -121,11 +139,11 @@ class PreparedDecode:
         return out, lse
 
     def _elsewhere(
-        self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor]
+        self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor], prior: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
         """The same call when it is aligned otherwise, or another device is current."""
         problem = self.recipe.problem
         count = len(problem.spec.leaves)
         named: dict[str, Any] = dict(zip(problem.tensor_names, extra[count:], strict=True))
         inputs = replace(self.others, q=q, k=k, v=v, leaves=tuple(extra[:count]), **named)
-        return forward(problem, inputs)  # type: ignore[return-value]
+        return forward(problem, inputs, prior)  # type: ignore[return-value]
