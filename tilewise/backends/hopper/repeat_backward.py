@@ -19,6 +19,7 @@ from tilewise.backends.hopper.counters import is_capturing
 from tilewise.backends.hopper.descriptors import readable
 from tilewise.backends.hopper.prepared import MapsDirect, current_device, current_stream
 from tilewise.backends.protocol import Gradients
+from tilewise.backends.triton.direct import set_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -92,15 +93,19 @@ class Launch(NamedTuple):
             values[n] = Moved(values[n], addresses[at] + offset)
         self.run(self.grid, values)
 
-    def quick(self, addresses: Sequence[int], stream: int) -> None:
-        """By the driver; `direct` is there."""
-        direct: Any = self.direct
-        block = direct.block()
-        words = block.words
-        for word, at, offset in self.words:
-            words[word] = addresses[at] + offset
-        direct(block, stream)
-        direct.free.append(block)
+
+class Blocks:
+    """One block of arguments for each launch of a tape. words: (block, number of the word, number of the tensor,
+    bytes); calls: (configuration, its address, function, address of the parameters), as the driver takes them."""
+
+    def __init__(self, launches: Sequence[Launch]) -> None:
+        made: list[Any] = [(launch, launch.direct.block()) for launch in launches]  # type: ignore[union-attr]
+        self.words = tuple((block.words, *rest) for launch, block in made for rest in launch.words)
+        self.calls = tuple(
+            (block.config, block.config_at, launch.direct.function, block.parameters_at)
+            for launch, block in made
+        )
+        self.kept = made
 
 
 def laid_out(run: Any, grid: int, values: Sequence[Any]) -> MapsDirect | None:
@@ -155,7 +160,6 @@ class Tape:
         self.made = [(t.shape, t.stride(), t.dtype, fills[t.data_ptr()]) for t in made if t is not None]
         known = {t.data_ptr() for t in made if t is not None}
         room = [own for own in self.own if own.tensor.data_ptr() not in known]
-        room.sort(key=lambda own: own.fill is not None)
         starts = [None if t is None else t.data_ptr() for t in (*given, *made)]
         first = len(starts)
         starts += [own.tensor.data_ptr() for own in room]
@@ -193,72 +197,107 @@ class Tape:
             launches.append(Launch(run, grid, kept, tuple(tensors), tuple(maps), direct, tuple(words)))
         self.offsets, self.filled, total = [], [], 0
         for own in room:
-            if own.fill is not None:
-                self.filled.append((own.tensor.dtype, own.tensor.numel(), own.fill))
-                continue
             self.offsets.append(total)
+            if own.fill is not None:
+                self.filled.append((total, own.tensor.dtype, own.tensor.numel(), own.fill))
             total += -(-own.tensor.numel() * own.tensor.element_size() // ALIGNED) * ALIGNED
         self.bytes, self.leaves = total, len(found.leaves)
         self.launches, self.noted, self.own = tuple(launches), [], []
-        self.index = given[0].get_device()  # type: ignore[union-attr]
-        self.kernels = tuple(launch.run for launch in launches)
-        self.direct = all(launch.direct is not None for launch in launches)
+        self._lay_out(given, [t for t in made if t is not None])
         return True
+
+    def _lay_out(self, given: Sequence[Tensor | None], made: Sequence[Tensor]) -> None:
+        """What launches by the driver want beside the blocks."""
+        q: Any = given[0]
+        self.index, self.kernels = q.get_device(), tuple(launch.run for launch in self.launches)
+        self.direct = all(launch.direct is not None for launch in self.launches)
+        self.free: list[Blocks] = []
+        self.launch: Any = self.launches[0].direct.launch if self.direct else None  # type: ignore[union-attr]
+        # A tensor like another one is made in a quarter of the time.
+        self.room_like = torch.empty(1, dtype=torch.uint8, device=q.device).expand(self.bytes)
+
+        def like(t: Tensor) -> int:
+            key = (t.shape, t.stride(), t.dtype)
+            same = [n for n, x in enumerate(given) if x is not None and (x.shape, x.stride(), x.dtype) == key]
+            return same[0] if same and torch.empty_like(given[same[0]]).stride() == t.stride() else -1
+
+        self.like = [like(t) for t in made]
+        self.patterns = [
+            (at, int(torch.tensor(number).to(dtype).view(torch.int32)) & 0xFFFFFFFF, count)
+            for at, dtype, count, number in self.filled
+        ]
 
     def __call__(self, given: Sequence[Tensor | None]) -> Gradients:
         """The gradients of a call of the kind."""
+        dq, dk, dv = self.repeat(given, [0 if t is None else t.data_ptr() for t in given])
+        return Gradients(dq, dk, dv, leaves=(None,) * self.leaves)
+
+    def repeat(self, given: Sequence[Tensor | None], starts: list[int]) -> list[Tensor]:
+        """dq, dk, dv of a call of the kind. starts: addresses of what is given, 0 where there is nothing."""
         if not self.direct or current_device() != self.index:
-            return self.launch(given, False)
-        if self.kernels not in _right:
-            if is_capturing():
-                return self.launch(given, False)
-            found, others = self.launch(given, True), self.launch(given, False)
+            return self.ordinary(given, starts)
+        right = _right.get(self.kernels)
+        if right:
+            return self.quick(given, starts)
+        if right is None and not is_capturing():
+            found, others = self.quick(given, starts), self.ordinary(given, starts)
             _right[self.kernels] = alike(found, others)
             return others
-        self.direct = _right[self.kernels]
-        return self.launch(given, self.direct)
+        return self.ordinary(given, starts)
 
-    def launch(self, given: Sequence[Tensor | None], direct: bool) -> Gradients:
-        """Memory, addresses, launches; direct: from blocks of arguments."""
-        device = given[0].device  # type: ignore[union-attr]
-        made = [
-            torch.empty_strided(shape, stride, dtype=dtype, device=device)
-            for shape, stride, dtype, _ in self.made
-        ]
-        for t, (*_, fill) in zip(made, self.made, strict=True):
-            if fill is not None:
-                t.fill_(fill)
-        room = torch.empty(self.bytes, dtype=torch.uint8, device=device)
-        filled = [
-            torch.full((count,), fill, dtype=dtype, device=device)
-            if fill
-            else torch.zeros(count, dtype=dtype, device=device)
-            for dtype, count, fill in self.filled
-        ]
+    def gradients(self, given: Sequence[Tensor | None]) -> list[Tensor]:
+        """Memory for dq, dk and dv."""
+        found = []
+        for n, (shape, stride, dtype, number) in zip(self.like, self.made, strict=True):
+            like: Any = given[max(n, 0)]
+            if n < 0:
+                t = torch.empty_strided(shape, stride, dtype=dtype, device=like.device)
+            else:
+                t = torch.empty_like(like)
+            found.append(t if number is None else t.fill_(number))
+        return found
+
+    def ordinary(self, given: Sequence[Tensor | None], starts: list[int]) -> list[Tensor]:
+        """By Triton's launcher."""
+        made, room = self.gradients(given), torch.empty_like(self.room_like)
+        for at, dtype, count, number in self.filled:
+            room[at : at + count * dtype.itemsize].view(dtype).fill_(number)
         start = room.data_ptr()
-        addresses = [0 if t is None else t.data_ptr() for t in given]
-        addresses += [t.data_ptr() for t in made]
-        addresses += [start + offset for offset in self.offsets]
-        addresses += [t.data_ptr() for t in filled]
-        if direct:
-            stream = current_stream(self.index)
-            for launch in self.launches:
-                launch.quick(addresses, stream)
-        else:
-            for launch in self.launches:
-                launch.ordinary(addresses)
-        return Gradients(*made, leaves=(None,) * self.leaves)
+        addresses = [*starts, *[t.data_ptr() for t in made], *[start + offset for offset in self.offsets]]
+        for launch in self.launches:
+            launch.ordinary(addresses)
+        return made
+
+    def quick(self, given: Sequence[Tensor | None], starts: list[int]) -> list[Tensor]:
+        """By the driver."""
+        made, room = self.gradients(given), torch.empty_like(self.room_like)
+        start, stream = room.data_ptr(), current_stream(self.index)
+        for at, pattern, count in self.patterns:
+            set_words(start + at, pattern, count, stream)
+        addresses = [*starts, *[t.data_ptr() for t in made], *[start + offset for offset in self.offsets]]
+        try:
+            blocks = self.free.pop()
+        except IndexError:
+            blocks = Blocks(self.launches)
+        for words, word, at, offset in blocks.words:
+            words[word] = addresses[at] + offset
+        launch = self.launch
+        for config, config_at, function, parameters_at in blocks.calls:
+            config.stream = stream
+            error = launch(config_at, function, parameters_at, None)
+            if error:
+                raise RuntimeError(f"the driver refused a launch, CUDA error {error}")
+        self.free.append(blocks)
+        return made
 
 
-def alike(found: Gradients, others: Gradients) -> bool:
+def alike(found: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """Whether two ways of launching the same kernels gave the same: dk, dv to the bit, dq up to the order of sums."""
-    for a, b in ((found.dk, others.dk), (found.dv, others.dv)):
-        if a is not None and b is not None and not torch.equal(a.nan_to_num(), b.nan_to_num()):
-            return False
-    if found.dq is None or others.dq is None:
-        return True
-    dq, other = (t.float().nan_to_num() for t in (found.dq, others.dq))
-    return bool((dq - other).norm() <= other.norm() / 64)
+    dq, other = (t[0].float().nan_to_num() for t in (found, others))
+    same = all(
+        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found[1:], others[1:], strict=True)
+    )
+    return same and bool((dq - other).norm() <= other.norm() / 64)
 
 
 def remember(kind: tuple[object, ...], tape: Tape, given: Sequence[Tensor | None], found: Gradients) -> None:

@@ -73,6 +73,20 @@ def _driver() -> Any:
     return getattr(library(), "cuLaunchKernelEx", None)
 
 
+@functools.lru_cache(maxsize=1)
+def _memset() -> Any:
+    found = library().cuMemsetD32Async
+    found.argtypes = (ctypes.c_uint64, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p)
+    return found
+
+
+def set_words(address: int, pattern: int, count: int, stream: int) -> None:
+    """Fill count words of 32 bits of the current device's memory, in the order of a stream.  Raises RuntimeError."""
+    error = _memset()(address, pattern, count, stream)
+    if error:
+        raise RuntimeError(f"the driver refused to fill memory, CUDA error {error}")
+
+
 class Direct:
     """Launches one kernel with one set of numbers; addresses are given anew each time.
 
