@@ -9,7 +9,7 @@ code, slopes) is made before and is in no time.
     sdpa_flash, sdpa_cudnn   the same held to one backend
     flex, flex_tuned, flex_flash   flex_attention compiled by default, with mode max-autotune-no-cudagraphs, and with
                           its kernel of flash_attn.cute (BACKEND="FLASH"); flex@M1-N1-M2-N2-STAGES-WARPS holds its
-                          backward to one of the choices that max-autotune looks at
+                          backward, flex@M-N-STAGES-WARPS its forward to a choice that max-autotune looks at
     fa3, fa4              fa3_fwd_interface and flash_attn.cute
 """
 
@@ -288,9 +288,11 @@ def contender(name: str, cell: Cell) -> tuple[str, Attend]:
         "fa4": lambda: flash(cell, "fa4"),
     }
     if name.startswith("flex@"):
-        words = ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_stages", "num_warps")
-        numbers = map(int, name.removeprefix("flex@").split("-"))
-        return flex(cell, None, {f"bwd_{w}": n for w, n in zip(words, numbers, strict=True)})
+        numbers = [int(n) for n in name.removeprefix("flex@").split("-")]
+        which = "fwd" if len(numbers) == 4 else "bwd"
+        blocks = {"fwd": "BLOCK_M BLOCK_N", "bwd": "BLOCK_M1 BLOCK_N1 BLOCK_M2 BLOCK_N2"}[which]
+        words = (*blocks.split(), "num_stages", "num_warps")
+        return flex(cell, None, {f"{which}_{w}": n for w, n in zip(words, numbers, strict=True)})
     return others[name]() if name in others else ours(cell, name)
 
 
