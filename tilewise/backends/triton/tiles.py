@@ -119,10 +119,13 @@ def _narrow(problem: Problem, d: int, dv: int, block_m: int, machine: Machine, c
     widest = max(d, dv)
     plain = problem.spec.keep is None and problem.spec.score is None and not problem.spec.dropout
     hopper, lasting = machine.arch == 90, plain and keys_per_sequence(problem) >= LASTING_KEYS
-    # Dropout's words leave no room for the weights until their sum, and rows that see few tiles move their pivots in
-    # most: 203 instead of 193 TFLOP/s under documents of about 1024, where causal gives 541 instead of 507.
+    # Dropout's words leave no room for the weights until their sum. Rows that see few tiles move their pivots in most:
+    # 203 instead of 193 TFLOP/s under documents of about 1024, and stripes, of which no tile is FULL, 183 instead of
+    # 176, where causal gives 541 instead of 507.
     parts = hopper and not problem.spec.dropout
-    lazy = parts and (problem.spec.keep is None or not ex.loads(problem.spec.keep))
+    roots = [problem.spec.keep] if problem.spec.keep is not None else []
+    kinds = {node.op for node in ex.topological(*roots)}
+    lazy = parts and not kinds & {"load", "mod"}
     if block_m <= 32:
         # Decoding reads keys once: long tiles and many warps keep the most bytes in flight.
         return (
