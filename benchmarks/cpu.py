@@ -2,7 +2,7 @@
 slow path, accuracy, start.
 
     OMP_PROC_BIND=true python benchmarks/cpu.py [forward backward decode short features window math accuracy start]
-        [--quick] [--dtypes fp32,bf16,fp16] [--output benchmarks/results/cpu.jsonl]
+        [--quick] [--dtypes fp32,bf16,fp16] [--dims 64,128] [--output benchmarks/results/cpu.jsonl]
 
 Both through their public calls with outputs allocated inside, in one process, interleaved, the order
 alternating; medians and quartiles. The first line holds the machine, the multiply-add peak and the reading
@@ -34,6 +34,8 @@ from tilewise.cli.machine import describe
 from tilewise.cli.memory import count_peak
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DIMS: list[int] = []
+"""Head sizes of forward and backward in place of all."""
 HEADS = {128: 16, 512: 16, 1024: 8, 4096: 2, 8192: 1}
 
 
@@ -111,7 +113,7 @@ def line(section: str, what: dict, times: list[dict[str, float]], flops: float =
 def forward(budget: float, quick: bool):
     """Forward over types, head sizes and lengths."""
     for name, dtype in DTYPES.items():
-        for d in (64, 128) if quick else (32, 64, 80, 96, 128, 256):
+        for d in DIMS or ((64, 128) if quick else (32, 64, 80, 96, 128, 256)):
             for n in (512, 1024, 4096) if quick else (512, 1024, 4096, 8192):
                 q, k, v = draw(1, HEADS[n], HEADS[n], n, n, d, dtype)
                 for causal in (False, True):
@@ -127,7 +129,7 @@ def forward(budget: float, quick: bool):
 def backward(budget: float, quick: bool):
     """Backward alone, from a kept graph."""
     for name, dtype in DTYPES.items():
-        for d in (64,) if quick else (64, 128):
+        for d in DIMS or ((64,) if quick else (64, 128)):
             for n in (1024,) if quick else (1024, 4096):
                 inputs = draw(1, HEADS[n], HEADS[n], n, n, d, dtype, grad=True)
                 for causal in (False, True):
@@ -349,8 +351,10 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", default=list(sections), help=", ".join(sections))
     parser.add_argument("--quick", action="store_true", help="few sizes, short budgets")
     parser.add_argument("--dtypes", default=",".join(DTYPES), help="element types, fp32,bf16,fp16")
+    parser.add_argument("--dims", help="head sizes of forward and backward, as 64,128")
     parser.add_argument("--output", type=Path, help="JSON lines are appended here")
     chosen = parser.parse_args()
+    DIMS.extend(map(int, filter(None, (chosen.dims or "").split(","))))
     for name in DTYPES.keys() - set(chosen.dtypes.split(",")):
         del DTYPES[name]
     torch.manual_seed(0)
