@@ -82,6 +82,7 @@ def again(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | No
     backward = getattr(ctx.numbers.run, "backward", None)
     if (
         backward is None
+        or do is None
         or is_compiling()
         or is_grad_enabled()
         or type(do) not in _PLAIN
