@@ -135,6 +135,19 @@ def test_bits_do_not_depend_on_threads() -> None:
         torch.set_num_threads(before)
 
 
+def test_repeated_calls_of_split_keys() -> None:
+    """Calls of a kind that was seen go a shorter way, several at once too, with the same bits; lse asked for or not."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    cases = [draw(1, 8, 2, 1, 1500, 64, 64) for _ in range(6)]
+    first = [tw.attention(*one, backend="cpu", return_lse=True) for one in cases]
+    with ThreadPoolExecutor(4) as threads:
+        again = list(threads.map(lambda one: tw.attention(*one, backend="cpu"), cases * 5))
+    for out, (want, _) in zip(again, first * 5, strict=True):
+        assert torch.equal(out, want)
+    check(cases[-1])
+
+
 def _leaf_gradients(tensors: list[torch.Tensor], leaf: torch.Tensor, options: object) -> list[tuple]:
     found = []
     for dtype, backend in ((torch.float32, "cpu"), (torch.float64, "naive")):
