@@ -117,7 +117,12 @@ class Append(NamedTuple):
 
 
 class Prepared(Protocol):
-    """A forward for calls that differ from one that was made in their tensors' contents and addresses only."""
+    """A forward for calls that differ from one that was made in their tensors' contents and addresses only.
+
+    It may also have `backward(tensors, saved, grads, needs)`: the gradients of such a call, None for those not needed,
+    or None instead of all of them, where the backward goes the long way. tensors: q, k, v and extra; saved: out, lse;
+    grads: do, and dlse or None.
+    """
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor], want_lse: bool
