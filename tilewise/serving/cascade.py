@@ -127,7 +127,8 @@ def _onto(
     if found is None:
         return None
     more = [*extra, *[t for t in (view.block_table, view.k_scale, view.v_scale) if t is not None]]
-    return found(q, view.k, view.v, more, True, prior)
+    merged: tuple[Tensor, Tensor] = found(q, view.k, view.v, more, True, prior)
+    return merged
 
 
 def _prepare(
