@@ -74,10 +74,18 @@ def cpu(section: str) -> str:
         for line in (one for one in lines if one["machine"] == machine):
             times = [1e3 * line[name]["median"] for name in ("sdpa", "tilewise")]
             rates = [f"{line[key]:.0f}" if key in line else "" for key in ("sdpa_gflops", "tilewise_gflops")]
-            rows.append([problem(line), *(f"{t:.3g}" for t in times), *rates, f"{line['ratio']:.2f}"])
-        heads = ["problem", "SDPA ms", "Tilewise ms", "SDPA GFLOP/s", "Tilewise GFLOP/s", "speed-up"]
+            rows.append([problem(line), *(f"{t:.3g}" for t in times), *rates, f"{line['ratio']:.2f}", bound(line)])
+        heads = ["problem", "SDPA ms", "Tilewise ms", "SDPA GFLOP/s", "Tilewise GFLOP/s", "speed-up", "of the bound"]
         text += f"{machine}\n\n{table(heads, rows)}\n"
     return text or "Not measured yet.\n"
+
+
+def bound(line: dict[str, Any]) -> str:
+    """The part that is reached of what was measured between a line's calls, if anything was."""
+    if "share" not in line:
+        return ""
+    rate = f"{line['read_gbytes']} GB/s" if "read_gbytes" in line else f"{line['fma_gflops']:.0f} GFLOP/s"
+    return f"{line['share']:.2f} of {rate}"
 
 
 def peers(section: str) -> str:
