@@ -18,7 +18,7 @@ def again_program(
     q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, o_desc, o_desc2, out_ptr, lse_ptr, sink_ptr,
     counter_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, range_ptr, again_ptr, o_s, o_b,
     o_h, o_n, l_s, l_b, l_h, batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles,
-    range_b, range_h, q_offset, k_offset, size_dv, scale, data, FUSED: gl.constexpr, NWG: gl.constexpr,
+    early, range_b, range_h, q_offset, k_offset, size_dv, scale, data, FUSED: gl.constexpr, NWG: gl.constexpr,
     BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr,
     USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr, SINK: gl.constexpr,
 ):  # fmt: skip
@@ -37,7 +37,7 @@ def again_program(
     fence_async_shared()
     repeat(
         again_s, loaded, q_desc, q_desc2, k_desc, k_desc2, v_desc, q_s, q_s2, k_s, k_s2, v_s, out_ptr, lse_ptr,
-        sink_ptr, (batch, heads, seqlen_q, seqlen_k, row_tiles, swizzle, splits),
+        sink_ptr, (batch, heads, seqlen_q, seqlen_k, row_tiles, swizzle, splits, early),
         (cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr), (q_offset, q_offset_ptr, k_offset, k_offset_ptr),
         (o_s, o_b, o_h, o_n, l_s, l_b, l_h), group, split_tiles, size_dv, scale, data, FUSED, NWG, BN, D0, D1,
         E0, PACK, VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, SINK)  # fmt: skip

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.backends.hopper.forward_finish import LOWEST, close_rows, store_rows
-from tilewise.backends.hopper.forward_place import lines_of, offset_of, place
+from tilewise.backends.hopper.forward_place import line_of, lines_of, offset_of, place
 from tilewise.backends.hopper.forward_shared import LINES, fold, parts_of, seen_blocks
 from tilewise.backends.hopper.forward_state import raise_top, top_of, weigh
 from tilewise.backends.hopper.names import tma_load
@@ -107,11 +107,11 @@ def repeat(
     RL: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, 32, 16]))
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, 64, 16])
     RO: gl.constexpr = gl.SliceLayout(1, OL)
-    TOKENS: gl.constexpr = 64 * NWG // PACK
-    batch, heads, seqlen_q, seqlen_k, row_tiles, swizzle, splits = sizes
+    batch, heads, seqlen_q, seqlen_k, row_tiles, swizzle, splits, early = sizes
     # Hidden, so that the compiler does not make for both what the producer makes of them and keep it meanwhile.
     sizes = (
         here(batch), here(heads), here(seqlen_q), here(seqlen_k), here(row_tiles), here(swizzle), here(splits),
+        here(early),
     )  # fmt: skip
     group, split_tiles = here(group), here(split_tiles)
     q_offset0, q_offset_ptr, k_offset0, k_offset_ptr = offsets
@@ -120,8 +120,8 @@ def repeat(
     for w in range(hidden(NWG)):
         t = get(again_s, w)
         while t >= 0:
-            b, head, tile, split, row0, n_q, key0, n_k = place(
-                t, sizes, tables, VARLEN, USED_Q, USED_K, TOKENS, 4
+            b, head, base, split, row0, n_q, key0, n_k = place(
+                t, sizes, tables, VARLEN, USED_Q, USED_K, NWG, PACK, 4
             )
             q_offset = offset_of(here(q_offset0), q_offset_ptr, b, n_k - n_q, Q_OFFSET)
             k_offset = offset_of(here(k_offset0), k_offset_ptr, b, 0, K_OFFSET)
@@ -131,12 +131,12 @@ def repeat(
             end = gl.minimum(begin + each, blocks)
             if LINES:
                 begin, end = seen_blocks(
-                    begin, end, b, head, tile, n_q, q_offset, k_offset, group, data, NWG, BN, PACK)  # fmt: skip
+                    begin, end, b, head, base, n_q, q_offset, k_offset, group, data, NWG, BN, PACK)  # fmt: skip
             tb = 0 if VARLEN else b
-            rows, h_rows = lines_of(head, tile, w, NWG, PACK, RL)
+            rows, h_rows = lines_of(head, base, w, PACK, RL)
             h = h_rows[:, None] if PACK > 1 else head
             alive = rows < n_q
-            first = (tile * NWG + w) * (64 // PACK)
+            first = line_of(base, w) // PACK
             lse_line = lse_ptr + split.to(gl.int64) * l_s + tb * l_b + row0
             h0 = head * PACK if PACK > 1 else head
             link = gl.load(lse_line + h0.to(gl.int64) * l_h + first).to(gl.int32, bitcast=True)

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from tilewise.backends.hopper.forward_place import line_of
 from tilewise.backends.hopper.names import tma_store
 from tilewise.backends.hopper.rings import get, put_wide
 
@@ -33,28 +34,38 @@ def close_rows(m, l, h_rows, alive, sink_ptr, SINK: gl.constexpr):  # noqa: E741
 
 
 @gluon.jit
-def is_broken(acc, acc2, E0: gl.constexpr, E1: gl.constexpr):
-    """1 if the tile's sum is not finite, else 0: a weight of 0 times a hidden NaN is NaN.
-
-    Columns 8 apart are a thread's own and are added first, four sums side by side.
-    """
-    total = gl.sum(gl.sum(gl.sum(acc.reshape([64, E0 // 8, 8]), 1), 1), 0)
-    if E1 > 0:
-        total += gl.sum(gl.sum(gl.sum(acc2.reshape([64, E1 // 8, 8]), 1), 1), 0)
-    return ((total - total) != 0.0).to(gl.int32)
+def broken_in_warps(acc, E: gl.constexpr):
+    """For each warp 1 if a sum of its rows is not finite, else 0, (4,)."""
+    total = gl.sum(gl.sum(acc.reshape([64, E // 8, 4, 2]), 3), 1)
+    return gl.max(((total - total) != 0.0).to(gl.int32).reshape([4, 64]), 1)
 
 
 @gluon.jit
-def leave(again_s, w, about, number, row0, n_q, lse_ptr, strides, NWG: gl.constexpr, PACK: gl.constexpr,
+def tell_broken(broken_s, acc, acc2, E0: gl.constexpr, E1: gl.constexpr):
+    """Write which warps met something not finite: a weight of 0 times a hidden NaN is NaN."""
+    found = broken_in_warps(acc, E0)
+    if E1 > 0:
+        found |= gl.convert_layout(broken_in_warps(acc2, E1), found.type.layout)
+    broken_s.store(found)
+
+
+@gluon.jit
+def is_broken(broken_s):
+    """Whether any warp told so, after a barrier."""
+    return gl.max(broken_s.load(gl.BlockedLayout([4], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def leave(again_s, w, about, number, row0, n_q, lse_ptr, strides, PACK: gl.constexpr,
           VARLEN: gl.constexpr):  # fmt: skip
     """Put a warpgroup's tile, which has a number, into its list of those that are done again.
 
     Until then the place of the tile's first lse tells which one is done after it. All warps have written theirs: that
     the tile is broken was found by all together. Everything is read anew, rather than kept while out is written.
     """
-    b, head, tile, split = about
+    b, head, base, split = about
     o_s, o_b, o_h, o_n, l_s, l_b, l_h = strides
-    first = (tile * NWG + w) * (64 // PACK)
+    first = line_of(base, w) // PACK
     if first < n_q:
         line = lse_ptr + split.to(gl.int64) * l_s
         line = line + row0 if VARLEN else line + b * l_b
@@ -87,10 +98,10 @@ def write_rows(pointers, acc, acc2, inverse, alive, size, E0: gl.constexpr, E1: 
 
 
 @gluon.jit
-def write_tile(desc, desc2, o, o2, at, acc, acc2, inverse, broken, WAIT: gl.constexpr, CARE: gl.constexpr,
+def write_tile(desc, desc2, o, o2, at, acc, acc2, inverse, broken_s, WAIT: gl.constexpr, CARE: gl.constexpr,
                E0: gl.constexpr, E1: gl.constexpr, OL: gl.constexpr, OL2: gl.constexpr):  # fmt: skip
-    """Both parts of a tile to shared memory, from where the copy engine takes them unless it is broken, which is asked
-    last: finding it takes as long as writing. WAIT: for the tile before."""
+    """Both parts of a tile to shared memory, from where the copy engine takes them unless it is broken: what the warps
+    said of it is read after the barrier that the copy waits for anyway. Whether it is. WAIT: for the tile before."""
     if WAIT:
         tma.store_wait(0)
     inner = gl.convert_layout(inverse, gl.SliceLayout(1, OL))[:, None]
@@ -99,7 +110,10 @@ def write_tile(desc, desc2, o, o2, at, acc, acc2, inverse, broken, WAIT: gl.cons
         inner2 = gl.convert_layout(inverse, gl.SliceLayout(1, OL2))[:, None]
         o2.reshape([64, E1]).store((acc2 * inner2).to(o.dtype))
     fence_async_shared()
+    broken = 0
     if CARE:
+        gl.thread_barrier()
+        broken = is_broken(broken_s)
         if broken == 0:
             tma_store(desc, at + (0,), o)
             if E1 > 0:
@@ -108,25 +122,35 @@ def write_tile(desc, desc2, o, o2, at, acc, acc2, inverse, broken, WAIT: gl.cons
         tma_store(desc, at + (0,), o)
         if E1 > 0:
             tma_store(desc2, at + (E0,), o2)
+    return broken
 
 
 @gluon.jit
 def write_out(
-    desc, desc2, o, o2, out_ptr, strides, where, acc, acc2, inverse, rows, h_rows, size, broken, WAIT: gl.constexpr,
+    desc, desc2, o, o2, out_ptr, strides, where, acc, acc2, inverse, rows, h_rows, size, broken_s, WAIT: gl.constexpr,
     CARE: gl.constexpr, STORE: gl.constexpr, VARLEN: gl.constexpr, PACK: gl.constexpr, E0: gl.constexpr,
     E1: gl.constexpr, OL: gl.constexpr, OL2: gl.constexpr,
 ):  # fmt: skip
-    """A tile to memory unless it is broken: by the copy engine if STORE says so and it is whole, else row by row."""
+    """A tile to memory unless it is broken: by the copy engine if STORE says so and it is whole, else row by row.
+
+    Whether it is broken, 1 or 0; broken_s: (4,) int32 for the warps to say so.
+    """
     o_s, o_b, o_h, o_n = strides
     split, b, row0, n_q, first, head, g, group = where
+    broken = 0
+    if CARE:
+        tell_broken(broken_s, acc, acc2, E0, E1)
     if STORE == "rows" or (VARLEN and first + 64 // PACK > n_q):
         pointers = out_ptr + split.to(gl.int64) * o_s + b * o_b + row0 * o_n
         pointers = pointers + h_rows.to(gl.int64) * o_h + rows.to(gl.int64) * o_n
         alive = rows < n_q
         if CARE:
+            gl.thread_barrier()
+            broken = is_broken(broken_s)
             alive = alive & (broken == 0)
         write_rows(pointers, acc, acc2, inverse, alive, size, E0, E1, OL, OL2)
     else:
         inner = 0 if PACK > 1 else head - g * group
         at = (b, g, row0 + first, inner)
-        write_tile(desc, desc2, o, o2, at, acc, acc2, inverse, broken, WAIT, CARE, E0, E1, OL, OL2)
+        broken = write_tile(desc, desc2, o, o2, at, acc, acc2, inverse, broken_s, WAIT, CARE, E0, E1, OL, OL2)
+    return broken

@@ -23,12 +23,19 @@ from tilewise.backends.hopper.forward_again_shared import repeat
 from tilewise.backends.hopper.forward_finish import (
     LOWEST,
     close_rows,
-    is_broken,
     leave,
     write_out,
 )
 from tilewise.backends.hopper.forward_gaps import fill_gaps
-from tilewise.backends.hopper.forward_place import BLOCKS, RECORD, lines_of, looked_at, offset_of, place
+from tilewise.backends.hopper.forward_place import (
+    BLOCKS,
+    RECORD,
+    line_of,
+    lines_of,
+    looked_at,
+    offset_of,
+    place,
+)
 from tilewise.backends.hopper.forward_shared import LINES, fold, next_code, parts_of, seen_blocks
 from tilewise.backends.hopper.forward_state import (
     add_values,
@@ -46,6 +53,7 @@ from tilewise.backends.hopper.forward_state import (
 from tilewise.backends.hopper.rings import (
     barriers,
     get,
+    give_back,
     here,
     load_tile,
     put,
@@ -56,7 +64,7 @@ from tilewise.backends.hopper.rings import (
 )
 
 FIELDS = gl.constexpr(9)
-"""Numbers that tell the consumers about a tile: b, head, KV head, tile, split, first row, rows, keys, and its own."""
+"""Numbers that tell the consumers about a tile: b, head, KV head, first line, split, first row, rows, keys, its own."""
 GROWTH = gl.constexpr(8.0)
 """Powers of two by which a row's maximum may grow before the state is rescaled."""
 
@@ -67,14 +75,16 @@ GROWTH = gl.constexpr(8.0)
 @gluon.jit
 def here_all(sizes):
     """sizes, hidden so that nothing made of them is kept from tile to tile: the producer has few registers."""
-    batch, heads, n_q, n_k, row_tiles, swizzle, splits = sizes
-    return here(batch), here(heads), here(n_q), here(n_k), here(row_tiles), here(swizzle), here(splits)
+    batch, heads, n_q, n_k, row_tiles, swizzle, splits, early = sizes
+    return (
+        here(batch), here(heads), here(n_q), here(n_k), here(row_tiles), here(swizzle), here(splits), here(early),
+    )  # fmt: skip
 
 
 @gluon.jit
 def tiles_of(sizes, VARLEN: gl.constexpr):
     """How many tiles there are."""
-    batch, heads, _, _, row_tiles, _, splits = here_all(sizes)
+    batch, heads, _, _, row_tiles, _, splits, _ = here_all(sizes)
     units = heads if VARLEN else batch * heads
     return units * row_tiles * splits
 
@@ -93,18 +103,17 @@ def producer(
     """
     q_offset, q_offset_ptr, k_offset, k_offset_ptr = offsets
     range_ptr, range_b, range_h = ranges
-    TOKENS: gl.constexpr = 64 * NWG // PACK
     it = 0
     ti = 0
     v_b, v_g, v_n = 0, 0, 0
     t = gl.program_id(0)
     while t < tiles_of(sizes, VARLEN):
         sizes_here = here_all(sizes)
-        b, head, tile, split, row0, n_q, key0, n_k = place(
-            t, sizes_here, tables, VARLEN, USED_Q, USED_K, TOKENS, 1
+        b, head, base, split, row0, n_q, key0, n_k = place(
+            t, sizes_here, tables, VARLEN, USED_Q, USED_K, NWG, PACK, 1
         )
         raw = 0
-        if tile * TOKENS < n_q:
+        if base < n_q * PACK:
             tb = 0 if VARLEN else b
             g = head if PACK > 1 else head // group
             q_pos = here(offset_of(q_offset, q_offset_ptr, b, n_k - n_q, Q_OFFSET))
@@ -116,11 +125,11 @@ def producer(
             none = begin
             if RANGES:
                 begin, end, top, codes = looked_at(
-                    range_ptr + b * range_b + head * range_h + tile * RECORD, begin, end
+                    range_ptr + b * range_b + head * range_h + base // (64 * NWG) * RECORD, begin, end
                 )
             elif LINES:
                 begin, end = seen_blocks(
-                    begin, end, b, head, tile, n_q, q_pos, k_pos, group, data, NWG, BN, PACK
+                    begin, end, b, head, base, n_q, q_pos, k_pos, group, data, NWG, BN, PACK
                 )
             if not RANGES:
                 codes = gl.full([BLOCKS], -1, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -131,7 +140,7 @@ def producer(
             going = True
             while going:
                 follow, top, codes = next_code(
-                    below, top, codes, begin, end, b, head, tile, n_q, n_k, q_pos, k_pos, group, data, NWG, BN,
+                    below, top, codes, begin, end, b, head, base, n_q, n_k, q_pos, k_pos, group, data, NWG, BN,
                     PACK, 1)  # fmt: skip
                 if code < 0:
                     # The first round finds the first block. A tile without keys is one block of which nothing is seen.
@@ -156,12 +165,12 @@ def producer(
                     if fresh:
                         slot = ti & 1
                         mbarrier.wait(tile_empty.index(slot), ((ti >> 1) & 1) ^ 1)
-                        about = (b, head, g, tile, split, row0, n_q, n_k, t)
+                        about = (b, head, g, base, split, row0, n_q, n_k, t)
                         for f in gl.static_range(FIELDS):
                             put(tile_s, slot * FIELDS + f, about[f])
                         mbarrier.arrive(tile_full.index(slot), count=1)
                         for w in gl.static_range(NWG):
-                            row = tile * (64 * NWG) + w * 64
+                            row = line_of(base, w)
                             if PACK > 1:
                                 at = (tb, g, row0 + row // PACK, 0)
                             else:
@@ -218,9 +227,9 @@ def first_seen(it, w: gl.constexpr, code_s, k_full, k_empty, v_full, v_empty, ST
 
 @gluon.jit
 def consumer(
-    w: gl.constexpr, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_s, o_s2, tile_s, code_s, again_s, q_full,
-    q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, strides, offsets,
-    group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED: gl.constexpr, NWG: gl.constexpr,
+    w: gl.constexpr, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_s, o_s2, tile_s, code_s, again_s, broken_s,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, strides,
+    offsets, group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED: gl.constexpr, NWG: gl.constexpr,
     BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr,
     E1: gl.constexpr, ST: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, Q_OFFSET: gl.constexpr,
     K_OFFSET: gl.constexpr, SINK: gl.constexpr, CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr,
@@ -262,13 +271,13 @@ def consumer(
     while b >= 0:
         slot = ti & 1
         at = slot * FIELDS
-        head, g, tile = get(tile_s, at + 1), get(tile_s, at + 2), get(tile_s, at + 3)
+        head, g, base = get(tile_s, at + 1), get(tile_s, at + 2), get(tile_s, at + 3)
         n_q, n_k = seqlen_q, seqlen_k
         if VARLEN:
             n_q, n_k = get(tile_s, at + 6), get(tile_s, at + 7)
         q_offset = offset_of(q_offset0, q_offset_ptr, b, n_k - n_q, Q_OFFSET)
         k_offset = offset_of(k_offset0, k_offset_ptr, b, 0, K_OFFSET)
-        rows, h_rows = lines_of(head, tile, w, NWG, PACK, RL)
+        rows, h_rows = lines_of(head, base, w, PACK, RL)
         h = h_rows[:, None] if PACK > 1 else head
         parts = parts_of(rows, q_offset, b, h, g, scale, data)
 
@@ -276,7 +285,7 @@ def consumer(
         mbarrier.wait(q_full.index(w), ti & 1)
         q_of, q2_of = held_rows(q, q2, HELD, D0, SL)
         if HELD == D0 + D1 and not SHARED_OUT:
-            mbarrier.arrive(q_empty.index(w), count=1)
+            give_back(q_empty.index(w))
         it, code = first_seen(it, w, code_s, k_full, k_empty, v_full, v_empty, ST)
         st = it % ST
         s = scores_of(q_of, q2_of, k_s, k_s2, st, BN, D0, D1, SL)
@@ -342,43 +351,41 @@ def consumer(
                 l = grow(l, alpha, p, APART, BN)  # noqa: E741
             weights = p.to(dt)
         if HELD < D0 + D1 and not SHARED_OUT:
-            mbarrier.arrive(q_empty.index(w), count=1)
+            give_back(q_empty.index(w))
         sv = it % ST
         mbarrier.wait(v_full.index(sv), (it // ST) & 1)
         acc, acc2 = add_values(acc, acc2, weights, v_s, v_s2, sv, BN, E0, E1, PL, PL2)
 
         # ---- finish: what was said about the tile is read again, rather than kept in registers ----
         b, head, g = get(tile_s, at), get(tile_s, at + 1), get(tile_s, at + 2)
-        tile, split, row0 = get(tile_s, at + 3), get(tile_s, at + 4), 0
+        base, split, row0 = get(tile_s, at + 3), get(tile_s, at + 4), 0
         if VARLEN:
             row0, n_q = get(tile_s, at + 5), get(tile_s, at + 6)
         if not CARE:
-            mbarrier.arrive(tile_empty.index(slot), count=1)
-        rows, h_rows = lines_of(head, tile, w, NWG, PACK, RL)
+            give_back(tile_empty.index(slot))
+        rows, h_rows = lines_of(head, base, w, PACK, RL)
         alive = rows < n_q
         lse, inverse = close_rows(m, whole_sums(l, APART, RL), h_rows, alive, sink_ptr, SINK)
         tb = 0 if VARLEN else b
-        first = (tile * NWG + w) * (64 // PACK)
+        first = line_of(base, w) // PACK
         lse_line = lse_ptr + split.to(gl.int64) * l_s + tb * l_b + row0
         gl.store(lse_line + h_rows.to(gl.int64) * l_h + rows, lse, mask=alive)
+        mbarrier.wait(v_full.index(sv), (it // ST) & 1)
         acc, acc2 = settle(acc, acc2, E1)
         release(v_empty.index(sv))
-        broken = 0
-        if CARE:
-            broken = is_broken(acc, acc2, E0, E1)
-        write_out(
+        broken = write_out(
             o_desc, o_desc2, o_s.index(w), o_s2.index(w), out_ptr, (o_s0, o_b, o_h, o_n),
-            (split, tb, row0, n_q, first, head, g, group), acc, acc2, inverse, rows, h_rows, size_dv, broken,
+            (split, tb, row0, n_q, first, head, g, group), acc, acc2, inverse, rows, h_rows, size_dv, broken_s.index(w),
             not SHARED_OUT, CARE, STORE, VARLEN, PACK, E0, E1, OL, OL2)  # fmt: skip
         if CARE:
             if broken != 0:
                 about = (get(tile_s, at), get(tile_s, at + 1), get(tile_s, at + 3), get(tile_s, at + 4))
                 row0, n_q = get(tile_s, at + 5), get(tile_s, at + 6)
-                leave(again_s, w, about, get(tile_s, at + 8), row0, n_q, lse_ptr, strides, NWG, PACK, VARLEN)
-            mbarrier.arrive(tile_empty.index(slot), count=1)
+                leave(again_s, w, about, get(tile_s, at + 8), row0, n_q, lse_ptr, strides, PACK, VARLEN)
+            give_back(tile_empty.index(slot))
         if SHARED_OUT:
             tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(w), count=1)
+            give_back(q_empty.index(w))
         it += 1
         ti += 1
         mbarrier.wait(tile_full.index(ti & 1), (ti >> 1) & 1)
@@ -391,8 +398,9 @@ def forward_program(
     q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, o_desc, o_desc2, out_ptr, lse_ptr, sink_ptr,
     counter_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, range_ptr, again_ptr, o_s, o_b,
     o_h, o_n, l_s, l_b, l_h, batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles,
-    range_b, range_h, q_offset, k_offset, size_dv, scale, data, FUSED: gl.constexpr, NWG: gl.constexpr,
-    BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr, ST: gl.constexpr,
+    early, range_b, range_h, q_offset, k_offset, size_dv, scale, data, FUSED: gl.constexpr, NWG: gl.constexpr,
+    BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr,
+    E1: gl.constexpr, ST: gl.constexpr,
     PACK: gl.constexpr, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr,
     K_OFFSET: gl.constexpr, SINK: gl.constexpr, CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr,
     RANGES: gl.constexpr, ORDER: gl.constexpr, LAZY: gl.constexpr, HELD: gl.constexpr, APART: gl.constexpr,
@@ -419,13 +427,14 @@ def forward_program(
             if E1 > 0:
                 o_t2 = gl.allocate_shared_memory(dt, [NWG] + o_desc2.block_shape, o_desc2.layout)
     tile_s, code_s, again_s = slots_of(2 * FIELDS), slots_of(ST), slots_of(NWG)
+    broken_s = gl.allocate_shared_memory(gl.int32, [NWG, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full, q_empty = barriers(NWG, 1), barriers(NWG, 1)
     k_full, k_empty = barriers(ST, 1), barriers(ST, NWG)
     v_full, v_empty = barriers(ST, 1), barriers(ST, NWG)
     tile_full, tile_empty = barriers(2, 1), barriers(2, NWG)
     loaded = barriers(1, 1)
     fence_async_shared()
-    sizes = (batch, heads, seqlen_q, seqlen_k, row_tiles, swizzle, splits)
+    sizes = (batch, heads, seqlen_q, seqlen_k, row_tiles, swizzle, splits, early)
     tables = (cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr)
     offsets = (q_offset, q_offset_ptr, k_offset, k_offset_ptr)
     ranges = (range_ptr, range_b, range_h)
@@ -435,14 +444,14 @@ def forward_program(
     if NWG == 2:
         gl.warp_specialize([
             (consumer, (
-                0, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, again_s, q_full,
-                q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
+                0, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, again_s, broken_s,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
                 strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED, NWG, BN, D0, D1, E0, E1,
                 ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, HELD, APART,
                 BOUNDED, GAPS, USED_Q)),
             (consumer, (
-                1, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, again_s, q_full,
-                q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
+                1, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, again_s, broken_s,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
                 strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED, NWG, BN, D0, D1, E0, E1,
                 ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, HELD, APART,
                 BOUNDED, GAPS, USED_Q)),
@@ -455,20 +464,20 @@ def forward_program(
     else:
         gl.warp_specialize([
             (consumer, (
-                0, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, again_s, q_full,
-                q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
+                0, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, again_s, broken_s,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
                 strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED, NWG, BN, D0, D1, E0, E1,
                 ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, HELD, APART,
                 BOUNDED, GAPS, USED_Q)),
             (consumer, (
-                1, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, again_s, q_full,
-                q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
+                1, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, again_s, broken_s,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
                 strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED, NWG, BN, D0, D1, E0, E1,
                 ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, HELD, APART,
                 BOUNDED, GAPS, USED_Q)),
             (consumer, (
-                2, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, again_s, q_full,
-                q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
+                2, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, again_s, broken_s,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
                 strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED, NWG, BN, D0, D1, E0, E1,
                 ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, HELD, APART,
                 BOUNDED, GAPS, USED_Q)),

@@ -8,6 +8,8 @@ BLOCKS = gl.constexpr(32)
 RECORD = gl.constexpr(40)
 """int32 that `range_kernel` leaves for a tile: first block, one past the last, and from CODES on 32 codes."""
 CODES = gl.constexpr(8)
+BEYOND = gl.constexpr(2**24)
+"""More lines than a call has."""
 SEARCH = gl.constexpr(256)
 """Sequence starts looked at together."""
 
@@ -44,11 +46,15 @@ def owner(cu_ptr, slot, batch, total, tokens, WARPS: gl.constexpr = 1):
 
 @gluon.jit
 def place(
-    t, sizes, tables, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, TOKENS: gl.constexpr,
-    WARPS: gl.constexpr,
+    t, sizes, tables, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, NWG: gl.constexpr,
+    PACK: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Tile t: the last rows first, `swizzle` heads abreast, splits of the keys side by side."""
-    batch, heads, n_q, n_k, row_tiles, swizzle, splits = sizes
+    """Tile t, by its first line: the last rows first, `swizzle` heads abreast, splits of the keys side by side.
+
+    Lines that tiles have more than there are rows lie behind the last row, but `early` ones before the first, where
+    a causal row sees few keys.
+    """
+    batch, heads, n_q, n_k, row_tiles, swizzle, splits, early = sizes
     cu_q, cu_k, used_q, used_k = tables
     split = t % splits
     rest = t // splits
@@ -60,14 +66,21 @@ def place(
     tile, unit = row_tiles - 1 - inner // width, section * swizzle + inner % width
     if VARLEN:
         head = unit
-        b, tile = owner(cu_q, tile, batch, n_q, TOKENS, WARPS)
+        b, tile = owner(cu_q, tile, batch, n_q, 64 * NWG // PACK, WARPS)
         row0, n_q = sequence(cu_q, used_q, b, n_q, USED_Q)
         key0, n_k = sequence(cu_k, used_k, b, n_k, USED_K)
     else:
         b = unit // heads
         head = unit - b * heads
         row0, key0 = 0, 0
-    return b, head, tile, split, row0, n_q, key0, n_k
+    return b, head, tile * (64 * NWG) - early, split, row0, n_q, key0, n_k
+
+
+@gluon.jit
+def line_of(base, w):
+    """The first line of warpgroup w of a tile; of one before the first row, a line behind the last."""
+    line = base + w * 64
+    return gl.where(line < 0, line + BEYOND, line)
 
 
 @gluon.jit
@@ -102,9 +115,9 @@ def heads_of(head, group, PACK: gl.constexpr):
 
 
 @gluon.jit
-def lines_of(head, tile, w, NWG: gl.constexpr, PACK: gl.constexpr, RL: gl.constexpr):
+def lines_of(head, base, w, PACK: gl.constexpr, RL: gl.constexpr):
     """Rows of a warpgroup's lines, and their heads."""
-    line = (tile * NWG + w) * 64 + gl.arange(0, 64, layout=RL)
+    line = line_of(base, w) + gl.arange(0, 64, layout=RL)
     if PACK > 1:
         return line // PACK, head * PACK + line % PACK
     else:

@@ -4,13 +4,13 @@ that is printed for each spec. `forward_kernel`, `forward_again_shared` and `ran
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.backends.hopper.forward_place import BLOCKS, heads_of
+from tilewise.backends.hopper.forward_place import BLOCKS, heads_of, line_of
 from tilewise.backends.hopper.plain import BELOW, LINES, OTHER, kinds, limits, reach, row_parts, scores, sees
 from tilewise.backends.hopper.rings import cut, here, hidden
 
 
 @gluon.jit
-def codes_of(top, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, group, data, NWG: gl.constexpr,
+def codes_of(top, begin, end, b, head, base, n_q, n_k, q_offset, k_offset, group, data, NWG: gl.constexpr,
              BN: gl.constexpr, PACK: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
     """A number for each of the 32 key blocks below `top`: -1 if it is EMPTY for all rows, else the block << 10, and for
     warpgroup w bit 1 + w if it is EMPTY, bit 4 + w and 7 + w unless a condition of the mask is FULL."""
@@ -23,7 +23,7 @@ def codes_of(top, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, group
     seen = block < 0
     # One copy of the printed code: the producer has few registers.
     for w in range(hidden(NWG)):
-        row = tile * (64 * NWG) + w * 64
+        row = line_of(base, w)
         i0 = row // PACK
         i1 = gl.minimum((row + 63) // PACK, n_q - 1)
         kind = kinds(gl.minimum(i0, i1), i1, j0, j1, q_offset, k_offset, b, h0, h1, g, data)
@@ -36,26 +36,26 @@ def codes_of(top, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, group
 
 
 @gluon.jit
-def next_code(j, top, codes, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, group, data,
+def next_code(j, top, codes, begin, end, b, head, base, n_q, n_k, q_offset, k_offset, group, data,
               NWG: gl.constexpr, BN: gl.constexpr, PACK: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
     """The code of the last block below j that some row sees, or -1; and the end of the 32 blocks it was found in."""
     found = gl.max(gl.where((codes >> 10) < j, codes, -1), 0)
     while (found < 0) & (top - BLOCKS > begin):
         top -= BLOCKS
         codes = codes_of(
-            top, begin, end, b, head, tile, n_q, n_k, q_offset, k_offset, group, data, NWG, BN, PACK, WARPS
+            top, begin, end, b, head, base, n_q, n_k, q_offset, k_offset, group, data, NWG, BN, PACK, WARPS
         )
         found = gl.max(codes, 0)
     return found, top, codes
 
 
 @gluon.jit
-def seen_blocks(begin, end, b, head, tile, n_q, q_offset, k_offset, group, data, NWG: gl.constexpr, BN: gl.constexpr,
+def seen_blocks(begin, end, b, head, base, n_q, q_offset, k_offset, group, data, NWG: gl.constexpr, BN: gl.constexpr,
                 PACK: gl.constexpr):  # fmt: skip
     """begin and end narrowed to the key blocks that the comparisons of the mask leave to the rows of a tile."""
     g, h0, h1 = heads_of(head, group, PACK)
-    i0 = tile * (64 * NWG) // PACK
-    i1 = gl.minimum((tile * (64 * NWG) + 64 * NWG - 1) // PACK, n_q - 1)
+    i0 = gl.maximum(base, 0) // PACK
+    i1 = gl.minimum((base + 64 * NWG - 1) // PACK, n_q - 1)
     low, high = reach(i0, i1, q_offset, k_offset, b, h0, h1, g, data)
     return gl.maximum(begin, gl.maximum(low, 0) // BN), gl.minimum(end, high // BN + 1)
 

@@ -45,7 +45,7 @@ FORWARD = Entry(
         *DESCRIPTORS, "out_ptr", "lse_ptr", "sink_ptr", "counter_ptr", "q_offset_ptr", "k_offset_ptr", "cu_q_ptr",
         "cu_k_ptr", "used_q_ptr", "used_k_ptr", "range_ptr", "again_ptr", "o_s:i64", "o_b:i64", "o_h:i64", "o_n:i64",
         "l_s:i64", "l_b:i64", "l_h:i64", "batch", "heads", "group", "seqlen_q", "seqlen_k", "row_tiles", "swizzle",
-        "splits", "split_tiles", "range_b", "range_h", "q_offset", "k_offset", "size_dv", "scale:fp32",
+        "splits", "split_tiles", "early", "range_b", "range_h", "q_offset", "k_offset", "size_dv", "scale:fp32",
     ),
     (),
     (
@@ -297,7 +297,7 @@ def make_recipe(problem: Problem, inputs: Inputs) -> Recipe | None:
     values: list[object] = [None] * len(FORWARD.arguments) + [None if torch.is_tensor(x) else x for x in data]
     values[AT["o_s"] : AT["scale"] + 1] = [
         *out_strides[:4], *lse_strides, s.batch, heads, max(problem.group, 1), s.seqlen_q, s.seqlen_k, plan.row_tiles,
-        swizzle, plan.splits, 0, *steps, 0, 0, s.head_dim_v, inputs.scale,
+        swizzle, plan.splits, 0, early_lines(problem, plan, look), *steps, 0, 0, s.head_dim_v, inputs.scale,
     ]  # fmt: skip
     total = units * plan.row_tiles * plan.splits
     return Recipe(
@@ -305,6 +305,16 @@ def make_recipe(problem: Problem, inputs: Inputs) -> Recipe | None:
         min(total, max(machine.sms - margin, 1)), plan.splits, tiles, plan.pair, pack, by_tiles, result.stride(),
         slots, problem, ranges,
     )  # fmt: skip
+
+
+def early_lines(problem: Problem, plan: Schedule, look: bool) -> int:
+    """Lines of the first tile that lie before the first row, whole warpgroups of them: a tile that is not full then has
+    the rows that see the fewest keys. Leaves are read at rows, of which none lie there."""
+    s = problem.shape
+    lasts = problem.spec.keep is not None and not look and not problem.spec.leaves
+    if not lasts or plan.pack > 1 or plan.splits > 1 or problem.options.layout != "dense":
+        return 0
+    return (plan.row_tiles * plan.tiles.rows - s.seqlen_q) // 64 * 64
 
 
 def hides_pairs(problem: Problem) -> bool:

@@ -62,6 +62,6 @@ def ranges_program(
     gl.store(at, low)
     gl.store(at + 1, top)
     codes = codes_of(
-        top, low, top, b, head, tile, seqlen_q, seqlen_k, q_pos, k_pos, group, data, NWG, BN, PACK, 4
+        top, low, top, b, head, tile * (64 * NWG), seqlen_q, seqlen_k, q_pos, k_pos, group, data, NWG, BN, PACK, 4
     )
     gl.store(at + CODES + gl.arange(0, BLOCKS, layout=gl.BlockedLayout([1], [32], [4], [0])), codes)

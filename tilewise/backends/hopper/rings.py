@@ -31,6 +31,13 @@ def release(empty):
 
 
 @gluon.jit
+def give_back(empty):
+    """`release` of what loads have read, in any of the warps."""
+    gl.thread_barrier()
+    release(empty)
+
+
+@gluon.jit
 def slots_of(n: gl.constexpr):
     """n slots for an int32 each."""
     return gl.allocate_shared_memory(gl.int32, [n, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -56,11 +56,11 @@ class Tiles(NamedTuple):
 
 
 PLAIN = {
-    (64, 64): Tiles(3, 128, 2, 5, True, False, 160, 32, 128),
+    (64, 64): Tiles(3, 128, 3, 5, True, False, 160, 32, 128),
     (96, 96): Tiles(2, 128, 2, 4, True, False, 224, 56, 168, 0, True),
     (128, 128): Tiles(2, 128, 2, 4, True, False, 232, 40, 168, 128, True),
-    (192, 192): Tiles(2, 64, 3, 4, True, True, 224, 56, 168),
-    (192, 128): Tiles(2, 128, 2, 5, True, True, 224, 56, 168),
+    (192, 192): Tiles(2, 64, 3, 4, True, True, 224, 56, 168, 0, True),
+    (192, 128): Tiles(2, 128, 2, 4, True, True, 224, 56, 168, 0, True),
     (256, 256): Tiles(2, 64, 2, 4, True, True, 232, 40, 168, 0, True),
 }
 """Without score terms, and with masks of positions alone. Source: sweeps on an H200 (docs/hopper.md)."""
