@@ -29,6 +29,7 @@ FUNCTIONS = (
     "hidden_values", "visible_values_spread", "one_visible_key", "large_scores", "part_of_the_keys",
     "one_leaf_in_two_batches", "two_leaves_by_column_packed", "loads_ahead",
     "tiles_looked_at_before", "products_used_twice", "nothing_written_outside", "sums_made_apart",
+    "tanh_keeps_its_digits",
 )  # fmt: skip
 
 
@@ -264,6 +265,14 @@ def test_nothing_is_written_outside(
         monkeypatch.setattr(launch_backward, "TMA_WORK", 0.0)
     found = guards.backward_written_outside(str(device), dtype)
     assert len(found) == 8 and not any(found.values()), found
+
+
+@pytest.mark.gpu
+def test_tanh_keeps_its_digits(device: torch.device) -> None:
+    import triton_words
+
+    worst, exact = triton_words.tanh_errors(str(device))
+    assert worst < 4e-7 and exact
 
 
 @pytest.mark.gpu

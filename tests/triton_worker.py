@@ -240,10 +240,19 @@ def tiles_looked_at_before() -> bool:
     return holds
 
 
+def tanh_keeps_its_digits() -> bool:
+    """In relative terms, however small the number; 0, its sign, infinities and NaN exactly."""
+    import triton_words
+
+    worst, exact = triton_words.tanh_errors("cpu")
+    return worst < 4e-7 and exact
+
+
 FUNCTIONS: tuple[Callable[[], bool], ...] = (
     hidden_values, visible_values_spread, one_visible_key, large_scores, part_of_the_keys, one_leaf_in_two_batches,
     two_leaves_by_column_packed, loads_ahead, tiles_looked_at_before, products_used_twice,
     nothing_written_outside, sums_made_apart,
+    tanh_keeps_its_digits,
 )  # fmt: skip
 
 

@@ -106,6 +106,8 @@ class TilePrinter:
                 return f"{a[0]}.to({_TYPES[node.type]})"
         if node.op == "div" and self.exact:
             return f"tl.div_rn({a[0]}, {a[1]})"
+        if node.op == "div" and node.args[1].op in ("float_scalar", "const"):
+            return f"{a[0]} * reciprocal({a[1]})"
         if node.op in _INFIX:
             return f"{a[0]} {_INFIX[node.op]} {a[1]}"
         if shift_of(node) is not None:
