@@ -61,7 +61,8 @@ def ranges_program(
     at = range_ptr + gl.program_id(0) * RECORD
     gl.store(at, low)
     gl.store(at + 1, top)
+    base = tile * (64 * NWG)
     codes = codes_of(
-        top, low, top, b, head, tile * (64 * NWG), seqlen_q, seqlen_k, q_pos, k_pos, group, data, NWG, BN, PACK, 4
+        top, low, top, b, head, base, seqlen_q, seqlen_k, q_pos, k_pos, group, data, NWG, BN, PACK, 4
     )
     gl.store(at + CODES + gl.arange(0, BLOCKS, layout=gl.BlockedLayout([1], [32], [4], [0])), codes)
