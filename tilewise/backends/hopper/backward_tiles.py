@@ -88,16 +88,17 @@ def plan_backward(problem: Problem) -> BackwardPlan:
     # not run with them.
     rows = 128 if narrow and d == 64 and spec.score is None and o.layout == "dense" else 64
     # Shared memory holds a third tile of rows, or the next tile of keys, which is wanted sooner where walks are short.
+    # There is also room from which the copy engine adds and dk and dv leave: then the next keys come early.
     walk = s.seqlen_q // (s.batch if o.layout == "varlen" else 1)
-    long = d == dv == 128 and walk >= (LONG if spec.keep is None else 2 * LONG)
-    stages, keys = (3, 1) if long else (2, 2)
+    wide = d == dv == 128
+    bulk = wide and walk >= LONG and not ordered and spec.score is None and o.layout == "dense"
+    long = wide and walk >= (LONG if spec.keep is None else 2 * LONG)
+    stages, keys = (3, 1) if bulk or long else (2, 2)
     # Of a group, one program walks all heads: the fewer abreast, the fewer rows of how many heads are on their way.
     swizzle = 1 if spec.keep is None else 4 if problem.group > 1 and walk >= LONG else 16
     if ordered:
         swizzle = abreast(-(-walk // rows), spec.keep is not None)
     second = 32 if 64 < max(s.head_dim, s.head_dim_v) <= 96 else 0
-    # The copy engine adds through what memory is left then.
-    bulk = long and not ordered and not second and spec.score is None and o.layout == "dense"
     return BackwardPlan(d, dv, 64, swizzle, narrow, ordered, rows, stages, keys, second, bulk)
 
 
