@@ -360,9 +360,12 @@ def _wants_tma(problem: Problem, strides: Strides, device: int) -> bool:
         return False
     if strides.step == 1 or problem.options.batch_invariant or max(s.head_dim, s.head_dim_v) > 256:
         return False
+    # Values of 32 columns came out wrong on an H200 (Triton 3.6): rows of 64 bytes as a product's right operand.
+    if min(s.head_dim, s.head_dim_v) <= 32:
+        return False
     batch = 1 if problem.options.layout == "varlen" else s.batch
     work = 2.0 * batch * s.num_heads_q * s.seqlen_q * s.seqlen_k * (s.head_dim + s.head_dim_v)
-    return work >= TMA_WORK and min(s.num_heads_kv, s.seqlen_k, s.head_dim, s.head_dim_v) > 0
+    return work >= TMA_WORK and min(s.num_heads_kv, s.seqlen_k) > 0
 
 
 def _descriptors(problem: Problem, inputs: Inputs, tiles: Tiles) -> tuple[Any, Any]:
