@@ -57,7 +57,7 @@ def _gather(s, q, k, table):
 
 def _inputs(device: str, packed: bool, dtype: torch.dtype) -> list[torch.Tensor]:
     n, m = (50, 50) if packed else (37, 41)
-    sizes = [(n, 4, 24), (m, 2, 24), (m, 2, 16)] if packed else [(2, 4, n, 24), (2, 2, m, 24), (2, 2, m, 16)]
+    sizes = [(n, 4, 40), (m, 2, 40), (m, 2, 48)] if packed else [(2, 4, n, 40), (2, 2, m, 40), (2, 2, m, 48)]
     return [torch.randn(size, device=device, dtype=dtype) for size in sizes]
 
 

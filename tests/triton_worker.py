@@ -145,8 +145,8 @@ def loads_ahead() -> bool:
     from tilewise.backends.triton.tiles import Tiles
 
     torch.manual_seed(0)
-    q, do = (torch.randn(1, 2, 208, 32, dtype=torch.float16) for _ in range(2))
-    k, v = (torch.randn(1, 1, 300, 32, dtype=torch.float16) for _ in range(2))
+    q, do = (torch.randn(1, 2, 208, 40, dtype=torch.float16) for _ in range(2))
+    k, v = (torch.randn(1, 1, 300, 40, dtype=torch.float16) for _ in range(2))
     work, choose, holds = launch_backward.TMA_WORK, launch_backward.choose_backward, True
     try:
         for mask, rows in ((tw.custom(_patches), 32), (tw.causal() & tw.window(70, 0), 64), (None, 32)):
@@ -169,8 +169,8 @@ def sums_made_apart() -> bool:
     from tilewise.backends.triton.tiles import Tiles
 
     torch.manual_seed(0)
-    q, do = (torch.randn(1, 2, 100, 16, dtype=torch.float16) for _ in range(2))
-    k, v = (torch.randn(1, 1, 130, 16, dtype=torch.float16) for _ in range(2))
+    q, do = (torch.randn(1, 2, 100, 40, dtype=torch.float16) for _ in range(2))
+    k, v = (torch.randn(1, 1, 130, 40, dtype=torch.float16) for _ in range(2))
     bias = torch.randn(1, 1, 1, 130)
     work, choose, found = launch_backward.TMA_WORK, launch_backward.choose_backward, []
     tiles = Tiles(32, 64, 4, 2)
@@ -224,8 +224,8 @@ def tiles_looked_at_before() -> bool:
     launch_backward._tiles.cache_clear()
     try:
         for packed, mask in ((False, tw.causal() & tw.custom(_of_heads)), (True, tw.custom(_of_heads))):
-            q, do = (torch.randn(100, 2, 16) if packed else torch.randn(2, 2, 70, 16) for _ in range(2))
-            k, v = (torch.randn(100, 1, 16) if packed else torch.randn(2, 1, 90, 16) for _ in range(2))
+            q, do = (torch.randn(100, 2, 40) if packed else torch.randn(2, 2, 70, 40) for _ in range(2))
+            k, v = (torch.randn(100, 1, 40) if packed else torch.randn(2, 1, 90, 40) for _ in range(2))
             found = []
             for backend, dtype in (("triton", torch.float16), ("blockwise", torch.float64)):
                 inputs = [t.half().to(dtype).requires_grad_() for t in (q, k, v)]

@@ -293,17 +293,17 @@ class Call:
         return self.tile_runs
 
     def _wants_tma(self) -> bool:
-        """Whether FULL tiles come by descriptors: where the hardware has them, and the call is long enough."""
+        """Whether tiles come by descriptors: in long calls, where there are any; rows of 64 bytes came out wrong."""
         s, machine = self.problem.shape, machine_of(self.device)
         if machine.kind != "cuda" or machine.arch < 90 or self.problem.dtype == torch.float32:
             return False
         if self.layout.step == 1 or not self.layout.unit or self.problem.options.batch_invariant:
             return False
-        if max(s.head_dim, s.head_dim_v) > 256 or self.do.dtype != self.problem.dtype:
+        widths = (s.head_dim, s.head_dim_v)
+        if max(widths) > 256 or min(widths) <= 32 or self.do.dtype != self.problem.dtype:
             return False
         lines = (1 if self.varlen else s.batch) * s.num_heads_q * s.seqlen_q
-        work = 5.0 * lines * s.seqlen_k * (s.head_dim + s.head_dim_v)
-        return work >= TMA_WORK and min(s.head_dim, s.head_dim_v) > 0 and lines < 2**30
+        return 5.0 * lines * s.seqlen_k * sum(widths) >= TMA_WORK and lines < 2**30
 
     # ---- memory --------------------------------------------------------------------------------------------
 
