@@ -295,7 +295,7 @@ def test_neon_code() -> None:
     module.triple = triple
     for name, count, word in (
         ("product", 9, micro.product(6, 4, "scaled")),
-        ("exponentials", 4, micro.exponentials),
+        ("exponentials", 6, micro.exponentials),
     ):
         function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * count), name)
         builder = ir.IRBuilder(function.append_basic_block())

@@ -228,7 +228,7 @@ def build_operands(isa: Isa, micro: Micro, loops: Loops) -> Operands:
         outer(s, gn, padded_v * 4, sum_v, padded_v * 4, n, padded_v)
         outer(dp, qn, padded * 4, sum_k, padded * 4, n, padded)
         fill(w + LANES.alpha, BLOCK_ROWS, f32(1.0))
-        weighted(k, k_row, dp, n, dq, w + LANES.alpha, dim, strips)
+        weighted(k, k_row, dp, ROW, 4 * STRIP, n, dq, w + LANES.alpha, dim, strips)
 
     return Operands(lanes, areas, loops.pack, natural, micro.lane_dot, turn_keys, products, fold, tile)
 

@@ -9,7 +9,7 @@ from numba import njit
 
 from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP
 from tilewise.backends.cpu.loops import JIT, f32, kernel
-from tilewise.backends.cpu.micro import Micro, load_f32, load_i32, load_i64, store_f32, store_i64
+from tilewise.backends.cpu.micro import ROW, Micro, load_f32, load_i32, load_i64, store_f32, store_i64
 from tilewise.backends.cpu.parameters import LANES, SEGMENT, P
 
 
@@ -99,7 +99,7 @@ def build_statistics(micro: Micro, operands: Operands) -> tuple[Any, Any, Any]:
             at = w + x * 4
             advance(at + LANES.top, at + LANES.m, at + LANES.pivot, at + LANES.l, at + LANES.alpha)
         for x in range(0, BLOCK_ROWS, STRIP):
-            exponentials(s + x * 4, w + LANES.pivot + x * 4, w + LANES.l + x * 4, run[2])
+            exponentials(s + x * 4, s + x * 4, ROW, w + LANES.pivot + x * 4, w + LANES.l + x * 4, run[2])
         for x in range(0, BLOCK_ROWS, lanes):
             weigh(s + x * 4, dp + x * 4, w + LANES.alpha + x * 4, w + LANES.delta + x * 4, run[2])
 

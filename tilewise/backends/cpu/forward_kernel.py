@@ -5,8 +5,8 @@ one chunk of the keys. Loop order: keys inner; (m, l, acc) stay in the thread's 
 
     score tile -> fold terms and, on PARTIAL tiles, the mask -> absorb
 
-Memory of a thread: acc and q transposed, (D + D_v) x 64 float32, and a score tile of `key_block` x 64; 2-byte
-types add a float32 copy of the block's keys and values. Everything stays in the second-level cache.
+Memory of a thread: acc and q transposed, (D + D_v) x 64 float32, a score tile of `key_block` x 64 and its weights;
+2-byte types add a float32 copy of the block's keys and values. Everything stays in the second-level cache.
 
 Source: Dao et al., FlashAttention-2, 2023, algorithm 1, https://arxiv.org/abs/2307.08691; with transposed
 tiles, so that the softmax needs no horizontal reduction.
@@ -121,24 +121,30 @@ def build_write(isa: Isa, micro: Micro) -> Any:
 @kernel
 def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
     """attend(...): one block of rows against a run of keys, into m, l and the tile acc. Keys in pages are copied."""
-    lanes, half = isa.lanes, micro.dtype != "fp32"
+    lanes, half, wide = isa.lanes, micro.dtype != "fp32", isa.wide > STRIP
     (sources, _), gather = build_sources(micro), build_gather(isa, micro)
     scores, weighted, widen, fill, drop = loops.scores, loops.weighted, loops.widen, loops.fill, loops.drop
     next_run, pack, advance, exponentials = loops.next_run, loops.pack, micro.advance, micro.exponentials
 
     @njit(**JIT)
     def absorb(a, w, seg, tiles, column, v, strips):
-        """One block into (m, l, acc): tiles = (score tile, acc, scratch for v, room for addresses),
+        """One block into (m, l, acc): tiles = (score tile, acc, scratch for v, room for addresses, for weights),
         column = (first key, keys, end of the keys); v as `sources` gives it."""
-        s, acc, spare, listed = tiles
+        s, acc, spare, listed, close = tiles
         j, keys, end = column
+        # Weights of a strip lie close, so that all sets of the first-level cache hold them beside v; where products
+        # take several strips at once, those are beside each other.
+        drops = load_i64(a, P.dropout)
+        p, p_row, p_strip = (s, ROW, 4 * STRIP) if drops or wide else (close, 4 * STRIP, keys * 4 * STRIP)
         for x in range(0, strips * STRIP, lanes):
             at = w + x * 4
             advance(at + LANES.top, at + LANES.m, at + LANES.pivot, at + LANES.l, at + LANES.alpha)
         for strip in range(strips):
             at = w + strip * STRIP * 4
-            exponentials(s + strip * STRIP * 4, at + LANES.pivot, at + LANES.l, keys)
-        if load_i64(a, P.dropout):
+            exponentials(
+                s + strip * STRIP * 4, p + strip * p_strip, p_row, at + LANES.pivot, at + LANES.l, keys
+            )
+        if drops:
             drop(a, w, seg, s, j, keys, strips)
         dim_v, v_row = load_i64(a, P.head_dim_v), v[1]
         at, v_bytes = v[0] + j * v_row, dim_v * 4 + LINE
@@ -148,7 +154,7 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
             widen(at, v_row, keys, dim_v, spare, v_bytes)
         if paged or load_i64(a, P.copied):
             at, v_row = spare, v_bytes
-        weighted(at, v_row, s, keys, acc, w + LANES.alpha, dim_v, strips)
+        weighted(at, v_row, p, p_row, p_strip, keys, acc, w + LANES.alpha, dim_v, strips)
 
     @njit(**JIT)
     def attend(a, w, seg, rows, heads, keys, strips):
@@ -160,6 +166,7 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
         spare = s + block * ROW
         pack(w + LANES.row_address, dim, qt, load_f32(a, 2 * P.scale), strips)
         listed = spare + block * (max(dim, dim_v) * 4 + LINE)
+        close = listed + 8 * block + 256
         spec = load_i64(a, P.spec)
         k, v = sources(a, seg, heads)
         used = strips * STRIP
@@ -186,7 +193,7 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
                 fold = load_i64(a, P.fold_full) if kind == FULL else load_i64(a, P.fold_partial)
                 if fold:
                     call_fold(fold, spec, w, s, w + LANES.top, n, j, strips)
-                absorb(a, w, seg, (s, acc, spare, listed), (j, n, keys[1]), v, strips)
+                absorb(a, w, seg, (s, acc, spare, listed, close), (j, n, keys[1]), v, strips)
             j += n
 
     return attend

@@ -61,8 +61,8 @@ class Loops(NamedTuple):
 
 @kernel
 def build_products(isa: Isa, micro: Micro) -> tuple[Any, Any]:
-    """scores(K, row bytes, Q^T, D, S, top, keys, strips) and weighted(V, row bytes, P, keys, acc, alpha, D_v,
-    strips)."""
+    """scores(K, row bytes, Q^T, D, S, top, keys, strips) and weighted(V, row bytes, P, row bytes, bytes
+    between strips, keys, acc, alpha, D_v, strips)."""
     wide = isa.wide // STRIP
     vectors = isa.wide // isa.lanes
     narrow = STRIP // isa.lanes
@@ -114,36 +114,36 @@ def build_products(isa: Isa, micro: Micro) -> tuple[Any, Any]:
             part_of_scores(k + d * 4, k_row, qt + d * ROW, min(depth, dim - d), s, top, keys, strips, part)
 
     @njit(**JIT)
-    def weighted(v, v_row, p, keys, acc, alpha, dim, strips):
+    def weighted(v, v_row, p, p_row, p_strip, keys, acc, alpha, dim, strips):
         strip = 0
         while strip < strips:
-            at = strip * STRIP * 4
+            at, pp = strip * STRIP * 4, p + strip * p_strip
             d = 0
             if wide > 1 and strips - strip < wide:
                 while d + tall <= dim:
-                    p12(v + d * 4, 4, v_row, p + at, ROW, keys, acc + d * ROW + at, ROW, alpha + at)
+                    p12(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at)
                     d += tall
                 while d + 4 <= dim:
-                    p4(v + d * 4, 4, v_row, p + at, ROW, keys, acc + d * ROW + at, ROW, alpha + at)
+                    p4(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at)
                     d += 4
                 if (dim - d) & 2:
-                    p2(v + d * 4, 4, v_row, p + at, ROW, keys, acc + d * ROW + at, ROW, alpha + at)
+                    p2(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at)
                     d += 2
                 if (dim - d) & 1:
-                    p1(v + d * 4, 4, v_row, p + at, ROW, keys, acc + d * ROW + at, ROW, alpha + at)
+                    p1(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at)
                 strip += 1
             else:
                 while d + 6 <= dim:
-                    o6(v + d * 4, 4, v_row, p + at, ROW, keys, acc + d * ROW + at, ROW, alpha + at)
+                    o6(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at)
                     d += 6
                 if dim - d >= 4:
-                    o4(v + d * 4, 4, v_row, p + at, ROW, keys, acc + d * ROW + at, ROW, alpha + at)
+                    o4(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at)
                     d += 4
                 if (dim - d) & 2:
-                    o2(v + d * 4, 4, v_row, p + at, ROW, keys, acc + d * ROW + at, ROW, alpha + at)
+                    o2(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at)
                     d += 2
                 if (dim - d) & 1:
-                    o1(v + d * 4, 4, v_row, p + at, ROW, keys, acc + d * ROW + at, ROW, alpha + at)
+                    o1(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at)
                 strip += wide
 
     return scores, weighted

@@ -362,10 +362,10 @@ class Micro:
 
     @functools.cached_property
     def exponentials(self) -> Any:
-        """exponentials(s, pivot, l, count): one strip of a tile, s = e^(s - pivot), l += sums."""
+        """exponentials(s, p, p_row, pivot, l, count): one strip of a tile, p = e^(s - pivot), l += sums. p may be s."""
         vectors, step = self.strip_vectors, self.vector_bytes
 
-        def body(b, s, pivot, total, count):
+        def body(b, s, to, to_row, pivot, total, count):
             w = self.words(b)
             base = [w.load(pivot, v * step) for v in range(vectors)]
             sums = [cgutils.alloca_once(b, w.f) for _ in range(vectors)]
@@ -375,12 +375,12 @@ class Micro:
                 row = b.add(s, b.mul(loop.index, I64(ROW)))
                 for v in range(vectors):
                     p = w.weight(b.fsub(w.load(row, v * step), base[v]))
-                    w.store(p, row, v * step)
+                    w.store(p, b.add(to, b.mul(loop.index, to_row)), v * step)
                     b.store(b.fadd(b.load(sums[v]), p), sums[v])
             for v in range(vectors):
                 w.store(b.fadd(w.load(total, v * step), b.load(sums[v])), total, v * step)
 
-        return _emit(_void(4), body, "s, pivot, total, count")
+        return _emit(_void(6), body, "s, p, p_row, pivot, l, count")
 
     @functools.cached_property
     def slopes(self) -> Any:

@@ -90,7 +90,7 @@ def build_pair_attend(isa: Isa, micro: Micro, loops: Loops) -> Any:
                 at = strip * STRIP * 4
                 if factor != f32(1.0):
                     lift(s + at, whole, factor)
-                wide_exponentials(s + at, w + LANES.pivot + at, w + LANES.l + at, whole)
+                wide_exponentials(s + at, s + at, ROW, w + LANES.pivot + at, w + LANES.l + at, whole)
             drop(a, w, seg, s, run[1], run[2], strips)
             for strip in range(strips):
                 zip_tile(s + strip * STRIP * 4, whole // 2)
