@@ -116,3 +116,12 @@ def test_tokens_of_no_sequence_are_zero(used):
     assert torch.equal(lse == -torch.inf, lse64 == -torch.inf)
     assert (out.double() - wanted).norm() / wanted.norm() < TOLERANCE[torch.bfloat16]
     assert (out[lse.isneginf().T] == 0).all()
+
+
+def test_a_margin_leaves_multiprocessors_alone(monkeypatch):
+    """The same bits from fewer programs, by the short way's kind of call, too."""
+    q, k, v = (torch.randn(2, 16, N, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    whole = tw.attention(q, k, v, mask=tw.causal(), backend="hopper")
+    monkeypatch.setattr(tw.config, "sm_margin", 100)
+    for _ in range(3):
+        assert torch.equal(whole, tw.attention(q, k, v, mask=tw.causal(), backend="hopper"))
