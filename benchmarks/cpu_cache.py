@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from cpu import DTYPES, draw, machine
 
 import tilewise as tw
+from tilewise import memory
 from tilewise.serving.cache import CacheView
 from tilewise.serving.read import OPTIONS, attend_view
 
@@ -36,7 +37,7 @@ def scattered(k: torch.Tensor, v: torch.Tensor, size: int, lengths: torch.Tensor
     order = torch.randperm(b * n // size)
     pools = []
     for t in (k, v):
-        pool = torch.empty(b * n // size, h, size, d, dtype=t.dtype)
+        pool = memory.empty((b * n // size, h, size, d), t.dtype)  # as PagedKVCache makes it
         pool[order] = t.view(b, h, n // size, size, d).transpose(1, 2).flatten(0, 1)
         pools.append(pool)
     return CacheView(*pools, lengths, order.view(b, -1).to(torch.int32), trusted=True)

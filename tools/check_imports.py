@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    ("errors", "dtypes", "config", "spec", "tuning"),
+    ("errors", "dtypes", "config", "memory", "spec", "tuning"),
     ("problem",),
     ("transforms", "state", "analysis", "rotary", "testing.cases", "testing.grid", "testing.poison"),
     ("backends",),

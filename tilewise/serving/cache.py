@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tilewise import checks
+from tilewise import checks, memory
 from tilewise.errors import OptionError, ShapeError, message
 from tilewise.serving.books import as_numbers
 
@@ -121,8 +121,8 @@ class KVCache(CacheView):
     ) -> KVCache:  # fmt: skip
         """An empty cache; memory is not written."""
         shape = (batch, num_heads_kv, capacity)
-        k = torch.empty(*shape, head_dim, dtype=dtype, device=device)
-        v = torch.empty(*shape, head_dim if head_dim_v is None else head_dim_v, dtype=dtype, device=device)
+        k = memory.empty((*shape, head_dim), dtype, device)
+        v = memory.empty((*shape, head_dim if head_dim_v is None else head_dim_v), dtype, device)
         return KVCache(k, v)
 
     def select(self, sequences: Tensor | Sequence[int], *, apart: bool = False) -> CacheView:

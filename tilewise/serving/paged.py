@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tilewise import memory
 from tilewise.errors import OptionError, ShapeError
 from tilewise.serving.books import Books, OutOfPages, Sequence, as_numbers
 from tilewise.serving.cache import CacheView
@@ -53,8 +54,8 @@ class PagedKVCache:
                 raise OptionError(f"{name} is 1 or more, not {n}")
         shape = (num_layers, num_pages, num_heads_kv, page_size)
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
-        self.k = torch.empty(*shape, head_dim, dtype=dtype, device=device)
-        self.v = torch.empty(*shape, head_dim_v, dtype=dtype, device=device)
+        self.k = memory.empty((*shape, head_dim), dtype, device)
+        self.v = memory.empty((*shape, head_dim_v), dtype, device)
         self.k_scale, self.v_scale = k_scale, v_scale
         self.page_size, self.num_pages, self.num_layers = page_size, num_pages, num_layers
         most = num_pages * page_size if max_length is None else min(max_length, num_pages * page_size)

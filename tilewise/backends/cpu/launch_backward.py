@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tilewise.backends.cpu import fold, fold_slopes, memory, pair_launch, pool
+from tilewise import memory
+from tilewise.backends.cpu import fold, fold_slopes, pair_launch, pool
 from tilewise.backends.cpu.isa import BLOCK_ROWS, LINE, STRIP, detect, uses_pairs
 from tilewise.backends.cpu.launch import (
     FEWEST_TASKS,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tilewise.backends.cpu import memory
+from tilewise import memory
 from tilewise.backends.cpu.fold_slopes import ADDED, NONE, STORED
 from tilewise.spec import expression as ex
 

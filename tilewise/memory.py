@@ -1,4 +1,4 @@
-"""Memory for what is written once and in full: fewer, larger pages where the system has them."""
+"""Memory of large tensors on a CPU: fewer, larger pages where the system has them."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ def _madvise() -> Any:
     return found
 
 
-def empty(shape: Sequence[int]) -> Tensor:
-    """A float32 tensor whose contents are anything, on huge pages where it is large and the system grants them.
+def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32, device: Any = "cpu") -> Tensor:
+    """A tensor whose contents are anything; on a CPU on huge pages where it is large and the system grants them.
 
     128 MiB met for the first time cost 52 ms on pages of 4 KiB, in the faults, and 13 on huge ones (measured on Zen 3,
-    filling included); and rows far apart are found without a walk through the tables of pages.
+    filling included); and rows far apart are found without a walk through the tables of pages: decoding over 32768
+    keys in scattered pages of 16 took 84 ms instead of 108.
     """
-    t = torch.empty(shape, dtype=torch.float32, device="cpu")
-    size, advise = t.numel() * t.element_size(), _madvise()
-    if size >= 4 * HUGE and advise is not None:
+    t = torch.empty(tuple(shape), dtype=dtype, device=device)
+    size = t.numel() * t.element_size()
+    real = type(t) is torch.Tensor and t.device.type == "cpu"
+    if real and size >= 4 * HUGE and (advise := _madvise()) is not None:
         first, end = -(-t.data_ptr() // HUGE) * HUGE, (t.data_ptr() + size) // HUGE * HUGE
         advise(first, end - first, _MADV_HUGEPAGE)  # an answer of no changes nothing
     return t
