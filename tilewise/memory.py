@@ -37,7 +37,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32, device: Any 
 
     128 MiB met for the first time cost 52 ms on pages of 4 KiB, in the faults, and 13 on huge ones (measured on Zen 3,
     filling included); and rows far apart are found without a walk through the tables of pages: decoding over 32768
-    keys in scattered pages of 1, 16 and 64 reads 0.21, 0.47 and 0.66 of what torch.sum does instead of 0.12, 0.42 and 0.58.
+    keys in scattered pages of 1, 16 and 64 reads 0.21, 0.47 and 0.66 of what torch.sum does, without them 0.12, 0.42
+    and 0.58.
     """
     t = torch.empty(tuple(shape), dtype=dtype, device=device)
     size = t.numel() * t.element_size()
