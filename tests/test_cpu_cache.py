@@ -139,6 +139,23 @@ def test_a_known_kind_lays_out_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(attend(pool.view(), q), want)
 
 
+@pytest.mark.usefixtures("no_second_run")
+@pytest.mark.parametrize("paged", [False, True])
+def test_padding_longer_than_a_split(paged: bool) -> None:
+    """A split that ends before a sequence's first key has nothing to do, and writes nothing outside its memory."""
+    q, (k, v) = torch.randn(4, 4, 1, 32), (torch.randn(4, 2, 4096, 32) for _ in "kv")
+    lengths = torch.tensor([4096, 4096, 3500, 4096], dtype=torch.int32)
+    padding = torch.tensor([0, 3000, 2600, 4096], dtype=torch.int32)
+    pools = [t.view(4, 2, 64, 64, 32).transpose(1, 2).reshape(256, 2, 64, 32) if paged else t for t in (k, v)]
+    table = torch.arange(256, dtype=torch.int32).view(4, 64) if paged else None
+    view = CacheView(*pools, lengths, table, padding, trusted=True)
+    for _ in range(2):
+        got = tw.attention_with_cache(q, view, backend="cpu")
+        for b, (pad, end) in enumerate(zip(padding.tolist(), lengths.tolist(), strict=True)):
+            seen = (t[b : b + 1, :, pad:end].double() for t in (k, v))
+            close(got[b : b + 1], tw.attention(q[b : b + 1].double(), *seen, backend="naive"))
+
+
 def test_drafts_in_a_tree() -> None:
     """Eight drafted tokens: each sees the keys before them and its own branch."""
     parents = [-1, 0, 0, 1, 1, 2, 2, 3]

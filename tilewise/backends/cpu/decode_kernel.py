@@ -161,8 +161,8 @@ def build_decode(isa: Isa, dtype: str) -> Any:
             # Rows past the last one are the last one again.
             pack_row(load_i64(w + LANES.row_address, x), dim, q + x * q_row, scale)
         fill(acc, (count + ROWS - 1) // ROWS * ROWS * (acc_row // 4), f32(0.0))
-        # Lanes that are no rows are read too.
-        most = min(block, keys[1] - keys[0])
+        # Lanes that are no rows are read too. A split may end before the first key that is no padding.
+        most = max(min(block, keys[1] - keys[0]), 0)
         fill(s, most * STRIP, f32(0.0))
         if load_i64(a, P.fold_full) | load_i64(a, P.fold_partial) | load_i64(a, P.dropout):
             for x in range(most):
