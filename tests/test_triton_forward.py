@@ -50,6 +50,9 @@ for name in sys.argv[1:]:
         out, lse = call(case, prepare(case, values), "triton")
     found[name] = [compare(n, t, ordinary[n], truth[n]).ratio for n, t in (("out", out), ("lse", lse))]
 import tilewise as tw
+def apart(q, k, **options):
+    ran = [tw.attention(q, k, k, backend=name, **options).float() for name in ("triton", "blockwise")]
+    return float((ran[0] - ran[1]).abs().max())
 q, k, v = (torch.randn(1, 2, 70, 16).half() for _ in range(3))
 hidden = (torch.arange(70) % 3 == 1)[None, None, None]
 clean = tw.attention(q, k, v, mask=tw.causal() & ~tw.dense(hidden), backend="triton")
@@ -61,8 +64,7 @@ wanted = torch.zeros_like(seen)
 wanted[0, 60:, 3] = True
 found["again"] = [float((clean - same).abs().max()), float(not torch.equal(seen, wanted))]
 parts = tw.custom(lambda q, k: ((q - k) % 4 < 2) & ((q - 50) // 8 != k // 4))
-q, k = (torch.randn(1, 2, 70, 16).half() for _ in range(2))
-pair = [tw.attention(q, k, k, mask=parts, backend=name).float() for name in ("triton", "blockwise")]
+found["shifts"] = [apart(*(torch.randn(1, 2, 70, 16).half() for _ in range(2)), mask=parts)]
 from tilewise.backends.triton import launch_forward
 launch_forward.TMA_WORK = 0.0
 ids = (torch.arange(300) // 70)[None].to(torch.int32)
@@ -72,13 +74,12 @@ bias = tw.bias(torch.randn(1, 4, 300, 300).half())
 found["divisors"] = []
 for by in (1, 2, 3, 7, 64, 1000, 2**30, 2**31 - 1, 0, -1, -5):
     parts = tw.custom(lambda q, k: ((q - k) * 40000000 % by < 20) | ((k - q) * 29999999 // by % 3 == 1))
-    ran = [tw.attention(q[:, :, :70], k[:, :, :70], k[:, :, :70], mask=parts, backend=name).float()
-           for name in ("triton", "blockwise")]
-    found["divisors"].append(float((ran[0] - ran[1]).abs().max()))
+    found["divisors"].append(apart(q[:, :, :70], k[:, :, :70], mask=parts))
+q[:, :, :5] = 0.0
+found["divisors"].append(apart(q, k, scores=tw.custom_score(lambda s: s * 1e-30 / 1e-39 * 1e-9)))
 found["descriptors"], (q, k) = [], (torch.randn(1, 4, 300, 72).half() for _ in range(2))
 for options in ({"mask": tw.causal() & tw.document(ids)}, {"mask": gap}, {"scores": bias, "mask": tw.chunk(96)}):
-    ran = [tw.attention(q, k, k, backend=name, **options).float() for name in ("triton", "blockwise")]
-    found["descriptors"].append(float((ran[0] - ran[1]).abs().max()))
+    found["descriptors"].append(apart(q, k, **options))
 assert {(r.tiles.parts, r.tiles.lazy) for r in launch_forward._recipes.values()} >= {(True, False), (True, True)}
 for loop, dim in (("ahead", 80), ("behind", 40)):
     q, k = 2 * torch.randn(1, 2, 100, dim).half(), torch.randn(1, 2, 1100, dim).half()
@@ -88,7 +89,6 @@ for loop, dim in (("ahead", 80), ("behind", 40)):
                for name in ("triton", "blockwise")]
         found.setdefault(loop, []).append(max(float((a - b).float().abs().max()) for a, b in zip(*ran)))
     assert sum(r.tiles.loop == loop and r.tma for r in launch_forward._recipes.values()) == 4
-found["shifts"] = [float((pair[0] - pair[1]).abs().max())]
 print(json.dumps(found))
 """
 

@@ -41,6 +41,13 @@ def literal(node: Node) -> str:
     return f"tl.full((), {value}, {_TYPES[node.type]})"
 
 
+def _has_reciprocal(divisor: ex.Node) -> bool:
+    """Whether a division by it is a product with its reciprocal: of constants, where float32 holds that well."""
+    if divisor.op == "const":
+        return 2.0**-126 <= abs(float(divisor.value)) <= 2.0**126  # type: ignore[arg-type]
+    return divisor.op == "float_scalar"
+
+
 class TilePrinter:
     """Prints nodes as statements; `names` holds what is printed so far."""
 
@@ -106,7 +113,7 @@ class TilePrinter:
                 return f"{a[0]}.to({_TYPES[node.type]})"
         if node.op == "div" and self.exact:
             return f"tl.div_rn({a[0]}, {a[1]})"
-        if node.op == "div" and node.args[1].op in ("float_scalar", "const"):
+        if node.op == "div" and _has_reciprocal(node.args[1]):
             return f"{a[0]} * reciprocal({a[1]})"
         if node.op in _INFIX:
             return f"{a[0]} {_INFIX[node.op]} {a[1]}"

@@ -9,6 +9,7 @@ import triton.language as tl
 
 INT_MIN = tl.constexpr(-(2**31))
 INT_MAX = tl.constexpr(2**31 - 1)
+LARGEST = tl.constexpr(2.0**127 * (2 - 2.0**-23))
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -116,8 +117,10 @@ def tanh(x):
 
 @triton.jit
 def reciprocal(x):
-    """1 / x, correctly rounded; of a number of the call it is made once."""
-    return tl.div_rn(1.0, x)
+    """1 / x, correctly rounded; of a number of the call it is made once. Finite but for 0 (0 by it stays 0): numbers
+    below 2^-128 count as 2^-128."""
+    found = tl.div_rn(1.0, x)
+    return tl.where((tl.abs(found) > LARGEST) & (x != 0.0), tl.where(x > 0.0, LARGEST, -LARGEST), found)
 
 
 # ---- intervals: int64 bounds ---------------------------------------------------------------------------------
