@@ -74,8 +74,18 @@ def cpu(section: str) -> str:
         for line in (one for one in lines if one["machine"] == machine):
             times = [1e3 * line[name]["median"] for name in ("sdpa", "tilewise")]
             rates = [f"{line[key]:.0f}" if key in line else "" for key in ("sdpa_gflops", "tilewise_gflops")]
-            rows.append([problem(line), *(f"{t:.3g}" for t in times), *rates, f"{line['ratio']:.2f}", bound(line)])
-        heads = ["problem", "SDPA ms", "Tilewise ms", "SDPA GFLOP/s", "Tilewise GFLOP/s", "speed-up", "of the bound"]
+            rows.append(
+                [problem(line), *(f"{t:.3g}" for t in times), *rates, f"{line['ratio']:.2f}", bound(line)]
+            )
+        heads = [
+            "problem",
+            "SDPA ms",
+            "Tilewise ms",
+            "SDPA GFLOP/s",
+            "Tilewise GFLOP/s",
+            "speed-up",
+            "of the bound",
+        ]
         text += f"{machine}\n\n{table(heads, rows)}\n"
     return text or "Not measured yet.\n"
 
