@@ -82,10 +82,10 @@ for options in ({"mask": tw.causal() & tw.document(ids)}, {"mask": gap}, {"score
     found["descriptors"].append(apart(q, k, **options))
 assert {(r.tiles.parts, r.tiles.lazy) for r in launch_forward._recipes.values()} >= {(True, False), (True, True)}
 for loop, dim in (("ahead", 80), ("behind", 40)):
-    q, k = 2 * torch.randn(1, 2, 100, dim).half(), torch.randn(1, 2, 1100, dim).half()
+    q, (k, v) = 2 * torch.randn(1, 2, 100, dim).half(), torch.randn(2, 1, 2, 1100, dim).half()
     for keys, scale in ((1100, None), (1088, -0.2), (1029, -0.2), (1024, 0.9)):
         k[:, :, 700:] *= 1.5  # maxima that outgrow a pivot late
-        ran = [tw.attention(q, k[:, :, :keys], k[:, :, :keys], scale=scale, backend=name, return_lse=True)
+        ran = [tw.attention(q, k[:, :, :keys], v[:, :, :keys], scale=scale, backend=name, return_lse=True)
                for name in ("triton", "blockwise")]
         found.setdefault(loop, []).append(max(float((a - b).float().abs().max()) for a, b in zip(*ran)))
     assert sum(r.tiles.loop == loop and r.tma for r in launch_forward._recipes.values()) == 4
