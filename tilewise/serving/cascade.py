@@ -119,11 +119,11 @@ def _onto(
     if key is None or any(t.requires_grad for t in extra):
         return None
     key = (*key, prior[0].stride(), prior[1].stride(), prior[0].dtype)
-    if key not in _prepared:
+    found = _prepared.get(key, _prepare)
+    if found is _prepare:  # not looked at yet
         if len(_prepared) >= MOST_PREPARED:
             _prepared.clear()
-        _prepared[key] = _prepare(view, q, spec, options, prior)
-    found = _prepared[key]
+        found = _prepared[key] = _prepare(view, q, spec, options, prior)
     if found is None:
         return None
     more = [*extra, *[t for t in (view.block_table, view.k_scale, view.v_scale) if t is not None]]

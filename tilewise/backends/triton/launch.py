@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tilewise.backends.triton.machine import Machine
     from tilewise.problem import Problem
 
 KEPT = frozenset({"forward", "again"})
@@ -179,6 +180,18 @@ def block_table(leaf: Tensor, dim: int, device: int) -> Tensor:
 
 
 # ---- conversions ---------------------------------------------------------------------------------------------
+
+
+def reads_by_descriptors(problem: Problem, step: int, unit: bool, machine: Machine) -> bool:
+    """Whether tiles of a call can come by descriptors; whether they do is a matter of its length, too. step, unit: as
+    its strides are. Values of 32 columns came out wrong on an H200 (Triton 3.6): rows of 64 bytes as a product's right
+    operand."""
+    s = problem.shape
+    if machine.kind != "cuda" or machine.arch < 90 or problem.dtype == torch.float32 or not unit:
+        return False
+    if step == 1 or problem.options.batch_invariant:
+        return False
+    return min(s.head_dim, s.head_dim_v) > 32 and max(s.head_dim, s.head_dim_v) <= 256
 
 
 def precision_of(dtype: torch.dtype) -> str:

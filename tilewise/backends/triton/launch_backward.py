@@ -21,6 +21,7 @@ from tilewise.backends.triton.launch import (
     kernel_launchers,
     per_batch,
     precision_of,
+    reads_by_descriptors,
     tables,
 )
 from tilewise.backends.triton.launch_runs import NO_RUNS, Runs, find_runs
@@ -293,17 +294,13 @@ class Call:
         return self.tile_runs
 
     def _wants_tma(self) -> bool:
-        """Whether tiles come by descriptors: in long calls, where there are any; rows of 64 bytes came out wrong."""
-        s, machine = self.problem.shape, machine_of(self.device)
-        if machine.kind != "cuda" or machine.arch < 90 or self.problem.dtype == torch.float32:
-            return False
-        if self.layout.step == 1 or not self.layout.unit or self.problem.options.batch_invariant:
-            return False
-        widths = (s.head_dim, s.head_dim_v)
-        if max(widths) > 256 or min(widths) <= 32 or self.do.dtype != self.problem.dtype:
+        """Whether tiles come by descriptors: in long calls that can have them."""
+        layout, s = self.layout, self.problem.shape
+        if not reads_by_descriptors(self.problem, layout.step, layout.unit, machine_of(self.device)):
             return False
         lines = (1 if self.varlen else s.batch) * s.num_heads_q * s.seqlen_q
-        return 5.0 * lines * s.seqlen_k * sum(widths) >= TMA_WORK and lines < 2**30
+        work = 5.0 * lines * s.seqlen_k * (s.head_dim + s.head_dim_v)
+        return self.do.dtype == self.problem.dtype and work >= TMA_WORK and lines < 2**30
 
     # ---- memory --------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from tilewise.backends.triton.launch import (
     kernel_launchers,
     per_batch,
     precision_of,
+    reads_by_descriptors,
     tables,
 )
 from tilewise.backends.triton.launch_splits import combine_parts, parts_of
@@ -355,14 +356,9 @@ def _constants(
 
 def _wants_tma(problem: Problem, strides: Strides, device: int) -> bool:
     """Whether key tiles come by descriptors: where the hardware has them, and the call is long enough."""
-    s, machine = problem.shape, machine_of(device)
-    if machine.kind != "cuda" or machine.arch < 90 or problem.dtype == torch.float32 or not strides.unit:
+    if not reads_by_descriptors(problem, strides.step, strides.unit, machine_of(device)):
         return False
-    if strides.step == 1 or problem.options.batch_invariant or max(s.head_dim, s.head_dim_v) > 256:
-        return False
-    # Values of 32 columns came out wrong on an H200 (Triton 3.6): rows of 64 bytes as a product's right operand.
-    if min(s.head_dim, s.head_dim_v) <= 32:
-        return False
+    s = problem.shape
     batch = 1 if problem.options.layout == "varlen" else s.batch
     work = 2.0 * batch * s.num_heads_q * s.seqlen_q * s.seqlen_k * (s.head_dim + s.head_dim_v)
     return work >= TMA_WORK and min(s.num_heads_kv, s.seqlen_k) > 0

@@ -96,7 +96,8 @@ def _rescale_text(n):
 
 
 @triton.constexpr_function
-def _rescale_operands(n):
+def rescale_operands(n):
+    """Constraints of an assembly that gets n numbers and n factors, and gives the n numbers."""
     return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
 
 
@@ -108,7 +109,7 @@ def rescaled(acc, alpha, LAZY: tl.constexpr):
         wide = tl.zeros_like(acc) + alpha[:, None]
         found = tl.inline_asm_elementwise(
             _rescale_text(count),
-            _rescale_operands(count),
+            rescale_operands(count),
             [acc, wide],
             dtype=tl.float32,
             is_pure=True,
