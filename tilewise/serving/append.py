@@ -118,6 +118,8 @@ def _compiled() -> Callable[[Append], Tensor | None] | None:
 
 def prepare(inputs: Append) -> Callable[[Append], Tensor | None] | None:
     """A function for appends like this one, which was done; None where there is none that is quicker."""
+    if type(inputs.k) in PLAIN and inputs.k.is_cpu:
+        return importlib.import_module("tilewise.backends.cpu.append").prepare(inputs, check_room, append)  # type: ignore[no-any-return]
     if inputs.k.device.type != "cuda" or _compiled() is None:
         return None
     return getattr(importlib.import_module("tilewise.backends.triton.launch_append"), "prepare", _nothing)(

@@ -190,6 +190,7 @@ def kernel(isa: Isa, name: str, dtype: str, paged: bool = False) -> int:
 
     def make() -> str:
         from tilewise.backends.cpu import backward_kernel as back
+        from tilewise.backends.cpu.append_kernel import build_append
         from tilewise.backends.cpu.combine_kernel import build_combine
         from tilewise.backends.cpu.decode_kernel import build_decode
         from tilewise.backends.cpu.forward_kernel import build_forward
@@ -197,7 +198,7 @@ def kernel(isa: Isa, name: str, dtype: str, paged: bool = False) -> int:
 
         build = {
             "forward": build_forward, "decode": build_decode, "combine": build_combine, "turn": build_turn,
-            "backward": back.build_backward, "finish": back.build_finish,
+            "backward": back.build_backward, "finish": back.build_finish, "append": build_append,
         }  # fmt: skip
         worker = build_forward(isa, dtype, True) if paged else build[name](isa, dtype)
         return machine_code.numba_text(isa, worker)

@@ -42,6 +42,7 @@ _PAIRS = ("pairs", "pair_launch", "pair_loops", "pair_forward")
 SOURCES = {
     "forward": (*_EMITTERS, *_PAIRS, "loops", "page_rows", "forward_kernel"),
     "turn": (*_EMITTERS, *_PAIRS, "loops"),
+    "append": (*_EMITTERS, "loops", "append_kernel"),
     "combine": (*_EMITTERS, "loops", "row_micro", "combine_kernel"),
     "decode": (*_EMITTERS, "loops", "row_micro", "page_rows", "forward_kernel", "decode_kernel"),
     "backward": (*_EMITTERS, *_PAIRS, "loops", "backward_rows", "pair_backward", "backward_kernel"),
