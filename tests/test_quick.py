@@ -1,6 +1,8 @@
 """The short way of repeated calls: the same results as the long way, and never taken for a call that differs."""
 
+import gc
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -291,3 +293,63 @@ def test_what_a_backend_prepared_may_know_the_backward_too(known, monkeypatch):
     (first,) = torch.autograd.grad(call().sum(), tensors[0], create_graph=True)
     torch.autograd.grad(first.sum(), tensors[1])
     assert len(asked) == 1
+
+
+def _storages(*tensors):
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return [StorageWeakRef(t.untyped_storage()) for t in tensors]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("backend", ["cpu", "blockwise"])
+def test_what_is_remembered_of_a_call_holds_none_of_its_memory(backend, name):
+    """Neither inputs nor results nor gradients, of the first call of a kind nor of later ones, without a collection."""
+
+    def step():
+        options = OPTIONS[name]()
+        tensors = [x.requires_grad_() for x in draw(1, 2, 9, 16)]
+        terms = [*options.get("scores", ())] if isinstance(options.get("scores"), tuple) else []
+        terms += [options["scores"]] if "scores" in options and not terms else []
+        leaves = [leaf for term in terms for leaf in term.term.leaves]
+        leaves += [options["sink"]] if "sink" in options else []
+        out = tw.attention(*tensors, backend=backend, **options)
+        grads = torch.autograd.grad(out, tensors, torch.randn_like(out))
+        return _storages(*tensors, *leaves, out, *grads)
+
+    gc.disable()
+    try:
+        for _ in range(4):
+            assert all(storage.expired() for storage in step())
+    finally:
+        gc.enable()
+
+
+def test_what_triton_prepared_holds_no_memory_of_the_call(monkeypatch):
+    """Launches aside: what is laid out for the next call of a kind has no tensor of this one."""
+    from tilewise.backends.cpu.backend import Cpu
+    from tilewise.backends.triton import prepared
+
+    laid_out = SimpleNamespace(slots={n: n for n in range(200)})
+    monkeypatch.setattr(prepared, "Direct", lambda *_: laid_out)
+    monkeypatch.setattr(prepared, "UNREAD", 0)
+
+    def prepare(self, problem, inputs):
+        leaf_at = tuple(range(len(inputs.leaves)))
+        slots = SimpleNamespace(leaf_at=leaf_at, leaves=[SimpleNamespace(step=1)] * len(leaf_at))
+        recipe = SimpleNamespace(
+            run=None, again=None, types=(), values=[], grid=1, aligned=False, slots=slots, problem=problem,
+            out_strides=inputs.q.stride(),
+        )  # fmt: skip
+        made.append(prepared.Prepared(recipe, inputs))
+        return made[-1]
+
+    def step():
+        tensors, sink, bias = draw(1, 2, 9, 16), torch.randn(2), torch.randn(1, 2, 9, 9)
+        tw.attention(*tensors, scores=tw.bias(bias), sink=sink, backend="cpu")
+        return _storages(*tensors, sink, bias)
+
+    made = []
+    monkeypatch.setattr(Cpu, "prepare", prepare)
+    storages = step()
+    assert len(made) == 1 and all(storage.expired() for storage in storages)

@@ -107,7 +107,7 @@ def forward(
     kind = (*_kind_of(problem, inputs), prior_strides(prior))
     recipe = _recipes.get(kind)
     if recipe is None:
-        slots = describe(problem.spec, inputs.leaves)
+        slots = describe(problem.spec, inputs.leaves, fine=problem.dtype == torch.float32)
         if slots is None:
             return None
         recipe = make_recipe(problem, inputs, slots, prior)

@@ -156,7 +156,8 @@ def slots_of(problem: Problem, inputs: Inputs) -> Slots | None:
     """Slots of a call of this pass; None if a leaf cannot be read."""
     s = problem.shape
     lengths = (s.seqlen_q, s.seqlen_k) if problem.options.layout == "dense" else None
-    return describe(problem.spec, inputs.leaves, lengths, powers_of(problem.spec, inputs.ints))
+    fine = problem.dtype == torch.float32
+    return describe(problem.spec, inputs.leaves, lengths, powers_of(problem.spec, inputs.ints), fine)
 
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:

@@ -65,6 +65,8 @@ class Slots(NamedTuple):
     powers: tuple[int, ...] | None = None
     """Scalars that divide integers and are powers of two: kernels shift and mask by them, and divide by others with a
     product; None where the kernels divide in the ordinary way."""
+    fine: bool = False
+    """Whether divisions and tanh are rounded to float32's last bit, as in calls of float32."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -161,11 +163,12 @@ def describe(
     leaves: Sequence[Tensor],
     lengths: tuple[int, int] | None = None,
     powers: tuple[int, ...] | None = None,
+    fine: bool = False,
 ) -> Slots | None:
     """Slots of a call; None if a leaf has an element type that kernels do not read, or no elements.
 
     lengths: rows and columns of every sequence, where they are known; kernels then read what is as long by vectors.
-    powers: what `powers_of` finds, where kernels may know it.
+    powers: what `powers_of` finds, where kernels may know it. fine: see `Slots`.
     """
     if any(leaf.dtype not in READABLE or leaf.numel() == 0 for leaf in leaves):
         return None
@@ -184,7 +187,9 @@ def describe(
         )
     )
     floats_at = at + spec.num_ints
-    return Slots(layouts, tuple(where), at, floats_at, tables_of(spec), floats_at + spec.num_floats, powers)
+    return Slots(
+        layouts, tuple(where), at, floats_at, tables_of(spec), floats_at + spec.num_floats, powers, fine
+    )
 
 
 def fill(

@@ -86,7 +86,9 @@ class Prepared:
             unread = _unread(self.index)
             self.unread, self.lse_like = unread.data_ptr(), unread[:lse_size].view(self.lse_shape)
         self.aligned_leaves = [layout.step > 1 for layout in recipe.slots.leaves]
-        self.others = inputs
+        # No tensor of the call is kept alive: `_elsewhere` puts its own in.
+        nothing = inputs.q.new_empty(0)
+        self.others = replace(inputs, q=nothing, k=nothing, v=nothing, leaves=(), sink=None)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor], want_lse: bool

@@ -47,7 +47,7 @@ def prepare(
     """
     if not problem.shape.seqlen_k or not all(t.numel() for t in (inputs.q, inputs.k, inputs.v)):
         return None
-    slots = describe(problem.spec, inputs.leaves)
+    slots = describe(problem.spec, inputs.leaves, fine=problem.dtype == torch.float32)
     if slots is None or slots.tables or not set(problem.tensor_names) <= set(POINTERS):
         return None
     if problem.options.k_scale != problem.options.v_scale or problem.options.layout != "dense":
@@ -92,7 +92,8 @@ class PreparedDecode:
         self.table_strides = None if table is None or table.stride(1) != 1 else table.stride()
         self.aligned_leaves = [layout.step > 1 for layout in recipe.slots.leaves]
         nothing = inputs.q.new_empty(0)
-        self.others = replace(inputs, q=nothing, k=nothing, v=nothing, leaves=())
+        none: dict[str, Any] = dict.fromkeys(problem.tensor_names)
+        self.others = replace(inputs, q=nothing, k=nothing, v=nothing, leaves=(), **none)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor], want_lse: bool,

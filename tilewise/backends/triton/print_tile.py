@@ -111,7 +111,7 @@ class TilePrinter:
                 return f"tl.abs({self.names[node.args[0].args[0]]}.to(tl.float32))"
             case "to_int" | "to_float":
                 return f"{a[0]}.to({_TYPES[node.type]})"
-        if node.op == "div" and self.exact:
+        if node.op == "div" and (self.exact or self.slots.fine):
             return f"tl.div_rn({a[0]}, {a[1]})"
         if node.op == "div" and _has_reciprocal(node.args[1]):
             return f"{a[0]} * reciprocal({a[1]})"
@@ -130,7 +130,8 @@ class TilePrinter:
             return f"{a[0]} >> exponent({a[1]})" if node.op == "floordiv" else f"{a[0]} & ({a[1]} - 1)"
         if node.op in _BY_TYPE:
             return f"{_BY_TYPE[node.op][node.args[0].type]}({a[0]}, {a[1]})"
-        return f"{_CALLS[node.op]}({', '.join(a)})"
+        word = "tanh_fine" if node.op == "tanh" and self.slots.fine else _CALLS[node.op]
+        return f"{word}({', '.join(a)})"
 
     # ---- leaves ----------------------------------------------------------------------------------------------
 

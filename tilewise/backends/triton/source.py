@@ -145,7 +145,7 @@ def print_module(spec: AttentionSpec, slots: Slots, entries: tuple[Entry, ...]) 
     words = (
         "INT_MAX, INT_MIN, divide_interval, exponent, floordiv_by, floordiv_float, floordiv_int, inside,\n"
         "    load_where, magnitude_interval, maximum_float, minimum_float, mod_by, mod_float, mod_int, mod_interval,\n"
-        "    multiply_interval, reciprocal, select_interval, tanh, whole_if_wild,"
+        "    multiply_interval, reciprocal, select_interval, tanh, tanh_fine, whole_if_wild,"
     )
     imports = "".join(f"from {e.module} import {e.program}\n" for e in entries)
     head = (

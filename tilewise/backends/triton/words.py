@@ -116,6 +116,50 @@ def tanh(x):
 
 
 @triton.jit
+def tanh_fine(x):
+    """Hyperbolic tangent, float32, to 0.7 of the last bit, for calls of float32.
+
+    From 0.45 on 1 - 2 / (e^2|x| + 1) with what each step rounds away carried along: e^2|x| = 2^n (1 + f + w), f and the
+    denominator y as sums of two numbers, and 2 / y corrected by what y times it lacks of 2. A score that is squared, or
+    multiplied by a leaf, afterwards makes a last bit here as large as all that float32 attention rounds.
+    """
+    a = tl.abs(x)
+    z = a * a
+    poly = tl.fma(z, -5.70498872745e-3, 2.06390887954e-2)
+    poly = tl.fma(poly, z, -5.37397155531e-2)
+    poly = tl.fma(poly, z, 1.33314422036e-1)
+    poly = tl.fma(poly, z, -3.33332819422e-1)
+    near = tl.fma(a * z, poly, a)
+    c = tl.where(a < 9.125, a, 9.125)
+    n = tl.floor(c * 2.8853900817779268 + 0.5)
+    rest = tl.fma(n, -0.693359375, c + c)
+    f = tl.fma(n, 2.12194440e-4, rest)
+    f_low = tl.fma(n, 2.12194440e-4, rest - f)
+    w = tl.fma(f, 1.0 / 40320, 1.0 / 5040)
+    w = tl.fma(w, f, 1.0 / 720)
+    w = tl.fma(w, f, 1.0 / 120)
+    w = tl.fma(w, f, 1.0 / 24)
+    w = tl.fma(w, f, 1.0 / 6)
+    w = tl.fma(w, f, 0.5)
+    w = tl.fma(f * f, w, tl.fma(f_low, f, f_low))
+    power = ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    large = power + 1.0
+    high = large + power * f
+    low = tl.fma(power, w, (large - high) + power * f)
+    y = high + low
+    y_low = (high - y) + low
+    part = 1.0 / y
+    lack = tl.fma(-y_low, part, tl.fma(-y, part, 1.0))
+    part = part + part
+    far = 1.0 - part
+    far = far + tl.fma(-part, lack, (1.0 - far) - part)
+    size = tl.where(a < 0.45, near, far)
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    found = (size.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return tl.where(x == x, found, x)
+
+
+@triton.jit
 def reciprocal(x):
     """1 / x, correctly rounded; of a number of the call it is made once. Finite but for 0 (0 by it stays 0): numbers
     below 2^-128 count as 2^-128."""
