@@ -28,10 +28,14 @@ def _close(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
     assert error < TOLERANCE[dtype]
 
 
+SIZES = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
+"""Head dimensions of queries and values; float16 has kernels of the same text, and its gradients are held at each."""
+
+
 @pytest.mark.parametrize(
-    "sizes", ((64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
+    ("sizes", "dtype"),
+    [*((sizes, torch.bfloat16) for sizes in SIZES), *((sizes, torch.float16) for sizes in SIZES[3:6:2])],
 )
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_every_head_dimension(sizes, dtype):
     d, dv = sizes
     q, k, v = (
@@ -72,12 +76,18 @@ def test_tiles_that_are_not_full(rows, keys):
 
 @pytest.mark.parametrize("divisor", (1, 2, 3, 7, 12, 64, 100, 129, 1000, -1, -5))
 def test_division_by_a_number_rounds_down(divisor):
-    q, k, v = (_drawn(1, 2, 300, 64) for _ in range(3))
-    for mask in (
-        tw.custom(lambda q, k: (q - k) % divisor == 0),
-        tw.custom(lambda q, k: (k - q) // divisor % 2 == 0),
-        tw.custom(lambda q, k: (q // divisor == k // divisor) | (k % divisor == 1)),
-    ):
+    """Three formulas: of some numbers each as a mask, whose tiles are told apart, of the others as a head of one."""
+    q, k, v = (_drawn(1, 3, 300, 64) for _ in range(3))
+    formulas = (
+        lambda q, k: (q - k) % divisor == 0,
+        lambda q, k: (k - q) // divisor % 2 == 0,
+        lambda q, k: (q // divisor == k // divisor) | (k % divisor == 1),
+    )
+    first, second, third = formulas
+    by_head = tw.custom(
+        lambda h, q, k: ((h == 0) & first(q, k)) | ((h == 1) & second(q, k)) | ((h == 2) & third(q, k))
+    )
+    for mask in map(tw.custom, formulas) if divisor in (7, 64, -5) else (by_head,):
         out = tw.attention(q, k, v, mask=mask, backend="hopper")
         wanted = tw.attention(q.double(), k.double(), v.double(), mask=mask, backend="blockwise")
         _close(out, wanted, torch.bfloat16)
