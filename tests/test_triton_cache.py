@@ -91,6 +91,16 @@ def narrow(lead, dim):
     return max(float((a.float() - b.float()).abs().amax() / b.float().abs().amax()) for a, b in zip(*parts))
 found["narrow"] = [narrow((), 16), narrow((70,), 16), narrow((), 64), narrow((), 96)]
 
+# Pages 2**32 elements apart, which is more than 32 bits say; what lies between them is never touched.
+far = torch.empty(2**32 + 2 * 2 * 16 * 64, dtype=torch.float8_e4m3fn)
+far_k, far_v = (far.as_strided((2, 2, 16, 64), (2**32, 1024, 64, 1), n * 2048) for n in (0, 1))
+near = [torch.randn(2, 2, 16, 64).to(torch.float8_e4m3fn) for _ in "kv"]
+far_k.copy_(near[0]), far_v.copy_(near[1])
+call = dict(block_table=torch.tensor([[1, 0]]).int(), seqused_k=torch.tensor([25]).int(), k_scale=torch.ones(2),
+            v_scale=torch.ones(2), backend="triton")
+q = torch.randn(1, 4, 1, 64).bfloat16()
+found["far"] = bool(torch.equal(attend_pages(q, far_k, far_v, **call)[0], attend_pages(q, *near, **call)[0]))
+
 # Attention to other keys of the same queries enters where the splits are merged, or where there is one alone; before
 # the sink, which is counted once.
 def prior(tokens, used, capacity, sink, dim_v):
@@ -185,6 +195,10 @@ def test_what_is_rehearsed_before_the_splits_are_done_changes_no_bit(interpreted
 
 def test_float8_keys_meet_bfloat16_queries_of_any_size(interpreted):
     assert max(interpreted["narrow"]) < 2 * 2.0**-8  # the result is rounded to bfloat16
+
+
+def test_pages_may_lie_farther_apart_than_32_bits_say(interpreted):
+    assert interpreted["far"]
 
 
 def test_attention_to_other_keys_enters_where_splits_are_merged(interpreted):
@@ -298,7 +312,7 @@ def test_a_prepared_call_hands_the_kernel_what_the_long_way_does(before, monkeyp
         assert (lines, one) == (recipe.units * recipe.plan.rows, 1) and same == block
         values = launch_decode._own_values(recipe, inputs, out, lse)
         names = [a.partition(":")[0] for a in launch_decode.DECODE.arguments]
-        formats, at, found = {"i32": "<i", "i64": "<q", "fp32": "<f"}, 0, {}
+        formats, at, found = {"i32": "<i", "u32": "<I", "i64": "<q", "fp32": "<f"}, 0, {}
         for name, kind, value in zip(names, recipe.types, values, strict=True):
             if kind == "constexpr":
                 continue

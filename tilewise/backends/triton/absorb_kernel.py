@@ -22,12 +22,14 @@ def load_rows(base, at, d, columns, inside, EVEN: tl.constexpr, STEP: tl.constex
     mask = inside[:, None]
     if not EVEN:
         mask = mask & columns[None, :]
-    return tl.load(base + at[:, None] * STEP + d[None, :], mask=mask, other=0.0, eviction_policy=EVICT)
+    return tl.load(
+        base + at[:, None].to(tl.int64) * STEP + d[None, :], mask=mask, other=0.0, eviction_policy=EVICT
+    )
 
 
 @triton.jit
 def row_offsets(page, slot, page_stride, row_stride):
-    """Offsets of rows of a pool; strides of 32 bits say that no offset needs more."""
+    """Offsets of rows of a pool, in units of STEP; strides of 32 bits say that no such offset needs more."""
     if row_stride.dtype == tl.int32:
         found = page * page_stride + slot * row_stride
     else:
@@ -123,7 +125,7 @@ def absorb_keys(
 ):  # fmt: skip
     """The state after the key tiles first .. last - 1. FOLDED says into which the mask is folded: "none", "all", or
     "outer", all but inner .. outer - 1."""
-    k_base, v_base, k_p, k_n, v_p, v_n, size_d, size_dv, n_k, pad, most = tensors
+    k_base, v_base, k_p, k_n, v_p, v_n, size_d, size_dv, n_k, pad, pad_ptr, most = tensors
     i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g = rows
     scale, k_scale_ptr, v_scale_ptr, ks_p, ks_h, vs_p, vs_h, power, q_ptr = scaling
     d = tl.arange(0, D_PAD)
@@ -153,7 +155,11 @@ def absorb_keys(
             third = page_numbers((t + 3) * BLOCK_N, columns, most, pool, PAGING, BLOCK_N)
         elif PAGING != "whole":
             numbers = page_numbers((t + 1) * BLOCK_N, columns + BLOCK_N, most, pool, PAGING, BLOCK_N)
-        inside = (columns < n_k) & (columns >= pad) & owned
+        inside = columns < n_k
+        if pad_ptr is not None:
+            inside = inside & (columns >= pad)
+        if PAGING != "whole":  # the one page was looked at before
+            inside = inside & owned
         k_at = row_offsets(page, slot, k_p, k_n)
         k = load_rows(k_base, k_at, d, d // STEP < size_d // STEP, inside, EVEN, STEP, EVICT)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
@@ -223,7 +229,7 @@ def absorb_by_warps(
     PRECISION: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """`absorb_keys` with a state for each warp: products are batches over the warps, (WARPS, BLOCK_M, keys of one)."""
-    k_base, v_base, k_p, k_n, v_p, v_n, size_d, size_dv, n_k, pad, most = tensors
+    k_base, v_base, k_p, k_n, v_p, v_n, size_d, size_dv, n_k, pad, pad_ptr, most = tensors
     i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g = rows
     scale, k_scale_ptr, v_scale_ptr, ks_p, ks_h, vs_p, vs_h, power, q_ptr = scaling
     EACH: tl.constexpr = BLOCK_N // WARPS
@@ -244,14 +250,19 @@ def absorb_by_warps(
         if PAGING != "whole":
             # One tile ahead, so that no load waits for the table.
             numbers = page_numbers((t + 1) * BLOCK_N, columns + BLOCK_N, most, pool, PAGING, BLOCK_N)
-        inside = (columns < n_k) & (columns >= pad) & owned
+        inside = columns < n_k
+        if pad_ptr is not None:
+            inside = inside & (columns >= pad)
+        if PAGING != "whole":  # the one page was looked at before
+            inside = inside & owned
         k_at = row_offsets(page, slot, k_p, k_n)
         mask = inside[:, :, None]
         if not EVEN:
             mask = mask & (d // STEP < size_d // STEP)[None, None, :]
         k = tl.load(
-            k_base + k_at[:, :, None] * STEP + d[None, None, :], mask=mask, other=0.0, eviction_policy=EVICT
-        )
+            k_base + k_at[:, :, None].to(tl.int64) * STEP + d[None, None, :], mask=mask, other=0.0,
+            eviction_policy=EVICT,
+        )  # fmt: skip
         s = tl.dot(q, tl.trans(k.to(q.dtype), 0, 2, 1), input_precision=PRECISION)
         j = columns[:, None, :]
         k_pos = j + k_offset
@@ -297,8 +308,8 @@ def absorb_by_warps(
             if not EVEN_V:
                 mask = mask & (dw // 4 < size_dv // STEP)[None, None, :]
             words = tl.load(
-                v_base.to(tl.pointer_type(tl.int32)) + v_at[:, :, None] * (STEP // 4) + dw[None, None, :], mask=mask,
-                other=0, eviction_policy=EVICT,
+                v_base.to(tl.pointer_type(tl.int32)) + v_at[:, :, None].to(tl.int64) * (STEP // 4) + dw[None, None, :],
+                mask=mask, other=0, eviction_policy=EVICT,
             )  # fmt: skip
             v0, v1, v2, v3 = widened(words)
             acc0 = weigh(p, v0.to(WIDE), acc0 * alpha[:, :, None], visible, CAREFUL, PRECISION)
@@ -308,7 +319,7 @@ def absorb_by_warps(
         else:
             if not EVEN_V:
                 mask = mask & (dv // STEP < size_dv // STEP)[None, None, :]
-            v_rows = v_base + v_at[:, :, None] * STEP + dv[None, None, :]
+            v_rows = v_base + v_at[:, :, None].to(tl.int64) * STEP + dv[None, None, :]
             v = tl.load(v_rows, mask=mask, other=0.0, eviction_policy=EVICT)
             acc = weigh(p, v.to(WIDE), acc * alpha[:, :, None], visible, CAREFUL, PRECISION)
         m = m_new

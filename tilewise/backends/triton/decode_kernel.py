@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tilewise.backends.triton.absorb_kernel import absorb, join_warps, narrowed, nothing_seen
+from tilewise.backends.triton.absorb_kernel import INTERPRETED, absorb, join_warps, narrowed, nothing_seen
 from tilewise.backends.triton.forward_kernel import (
     CARE_N,
     CHUNK,
@@ -25,7 +25,7 @@ from tilewise.backends.triton.forward_kernel import (
     sequence_length,
 )
 from tilewise.backends.triton.merge_kernel import merge_parts, merge_row, write_rows
-from tilewise.backends.triton.pages import table_row
+from tilewise.backends.triton.pages import ask_early, table_row
 from tilewise.backends.triton.words import LOG2E
 
 FEW_ROWS = tl.constexpr(32)
@@ -52,14 +52,26 @@ def clamped_length(ptr, b, most, real):
 
 
 @triton.jit
-def place_of_unit(unit, heads, group, batch, seqlen_q, row_tiles, cu_q_ptr, used_q_ptr, real,
+def quotient(x, n, by, QUICK: tl.constexpr):
+    """x // n; QUICK: by the reciprocal that `decode_plan.reciprocal` gives, where x is small enough for it. A program
+    that reads a few tiles waits for its own divisions."""
+    if QUICK:
+        most = tl.umulhi(tl.cast(x, tl.uint32), tl.cast(by, tl.uint32))
+        found = tl.where(n == 1, x, most.to(tl.int32))
+    else:
+        found = x // n
+    return found
+
+
+@triton.jit
+def place_of_unit(unit, heads, by_heads, group, batch, seqlen_q, row_tiles, cu_q_ptr, used_q_ptr, real,
                   VARLEN: tl.constexpr, TILE: tl.constexpr, SINGLE: tl.constexpr):  # fmt: skip
     """(sequence, KV head, row tile, first row in the tensors, rows) of a unit; of a head the last tiles come first,
-    which are the longest under a causal mask. TILE: query rows times heads of a tile. SINGLE: there is one tile.
-    Where not `real`, no length of a dense call is read."""
+    which are the longest under a causal mask. TILE: query rows times heads of a tile. SINGLE: there is one tile,
+    and numbers are small. Where not `real`, no length of a dense call is read."""
     if SINGLE:
         tile = 0
-        b = unit // heads
+        b = quotient(unit, heads, by_heads, True)
         g = unit - b * heads
     else:
         tile = row_tiles - 1 - unit % row_tiles
@@ -73,30 +85,42 @@ def place_of_unit(unit, heads, group, batch, seqlen_q, row_tiles, cu_q_ptr, used
 
 
 @triton.jit
-def share_of(used_k_ptr, leftpad_ptr, b, seqlen_k, splits, split_tiles, real, BLOCK_N: tl.constexpr):
-    """(keys, hidden keys before them, first tile, tiles of a split, splits that have some) of a sequence; where not
-    `real`, all splits, and nothing is read."""
+def share_of(used_k_ptr, leftpad_ptr, b, seqlen_k, splits, by_splits, split_tiles, real, BLOCK_N: tl.constexpr,
+             SINGLE: tl.constexpr):  # fmt: skip
+    """(keys, hidden keys before them, first tile, tiles of a split, tiles) of a sequence; where not `real`, nothing is
+    read."""
     n_k = clamped_length(used_k_ptr, b, seqlen_k, real)
     pad = clamped_length(leftpad_ptr, b, n_k, real) if leftpad_ptr is not None else 0
     first = pad // BLOCK_N
     tiles = tl.maximum(tl.cdiv(n_k, BLOCK_N) - first, 0)
-    each = tl.where(split_tiles > 0, split_tiles, tl.maximum(tl.cdiv(tiles, splits), 1))
-    return n_k, pad, first, each, tl.where(real, tl.maximum(tl.cdiv(tiles, each), 1), splits)
+    even = quotient(tiles + (splits - 1), splits, by_splits, SINGLE)
+    return n_k, pad, first, tl.where(split_tiles > 0, split_tiles, tl.maximum(even, 1)), tiles
 
 
 @triton.jit
-def queries(q_ptr, here, part, q_b, q_h, q_n, q_d, group, size_d, VARLEN: tl.constexpr, BLOCK_M: tl.constexpr,
-            D_PAD: tl.constexpr, STEP_Q: tl.constexpr, UNIT: tl.constexpr, RATIO: tl.constexpr):  # fmt: skip
+def live_splits(share):
+    """Splits that have keys: of a sequence without keys, one."""
+    return tl.maximum(tl.cdiv(share[4], share[3]), 1)
+
+
+@triton.jit
+def queries(q_ptr, here, part, q_b, q_h, q_n, q_d, group, by_group, size_d, VARLEN: tl.constexpr,
+            BLOCK_M: tl.constexpr, D_PAD: tl.constexpr, STEP_Q: tl.constexpr, UNIT: tl.constexpr,
+            SINGLE: tl.constexpr, RATIO: tl.constexpr):  # fmt: skip
     """The rows of q of a part of a tile. They are asked for before anything else, so that nothing waits for them."""
     b, g, tile, row0, n_q = here
     r = (tile * RATIO + part) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row, h_rows = r // group, g * group + r % group
+    row = quotient(r, group, by_group, SINGLE)
+    h_rows = g * group + (r - row * group)
     sequence = 0 if VARLEN else b
     d = tl.arange(0, D_PAD)
-    rows = tl.cast(sequence, tl.int64) * q_b + (row0 + row).to(tl.int64) * q_n + h_rows.to(tl.int64) * q_h
+    if q_n.dtype == tl.int32:
+        rows = sequence * q_b + (row0 + row) * q_n + h_rows * q_h
+    else:
+        rows = tl.cast(sequence, tl.int64) * q_b + (row0 + row).to(tl.int64) * q_n + h_rows.to(tl.int64) * q_h
     columns = d if UNIT else d.to(tl.int64) * q_d * STEP_Q
     inside = (row < n_q)[:, None] & (d // STEP_Q < size_d // STEP_Q)[None, :]
-    return tl.load(q_ptr + rows[:, None] * STEP_Q + columns[None, :], mask=inside, other=0.0)
+    return tl.load(q_ptr + rows[:, None].to(tl.int64) * STEP_Q + columns[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -108,7 +132,7 @@ def decode_part(
     q_b, q_h, q_n, q_d, k_p, k_h, k_n, v_p, v_h, v_n, o_b, o_h, o_n, o_d, l_b, l_h, table_b, ks_p, ks_h, vs_p, vs_h,
     pr_h, pr_n, prl_h, prl_n,
     batch, units, heads, group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles, pages, page_size, page_shift,
-    q_offset, k_offset, size_d, size_dv, scale,
+    q_offset, k_offset, size_d, size_dv, scale, by_heads, by_splits, by_group,
     data, score, keep, classify, classify_coarse,
     HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, LAST: tl.constexpr, VARLEN: tl.constexpr,
     PAGING: tl.constexpr, SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
@@ -123,13 +147,15 @@ def decode_part(
     "again" does a part of a noted tile, BLOCK_M of its RATIO * BLOCK_M rows.
     """
     b, g, tile, row0, n_q = here
-    n_k, pad, first_tile, each, live = share
+    n_k, pad, first_tile, each, tiles = share
     q_offset = position_offset(q_offset, q_offset_ptr, b, n_k - pad - n_q, LAST)
     k_offset = position_offset(k_offset, k_offset_ptr, b, 0, False) - pad
     tile = tile * RATIO + part
     r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    row, h_rows = r // group, g * group + r % group
-    i0, i1 = tile * BLOCK_M // group, tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group, n_q - 1)
+    row = quotient(r, group, by_group, SINGLE)
+    h_rows = g * group + (r - row * group)
+    i0 = quotient(tile * BLOCK_M, group, by_group, SINGLE)
+    i1 = tl.minimum(quotient(tile * BLOCK_M + BLOCK_M - 1, group, by_group, SINGLE), n_q - 1)
     h0, h1 = g * group, g * group + group - 1
     if WARPS > 1:
         i, h = row[None, :, None], h_rows[None, :, None]
@@ -156,7 +182,7 @@ def decode_part(
     MASKED: tl.constexpr = "all" if HAS_MASK else "none"
     REDO_N: tl.constexpr = BLOCK_N if WARPS > 1 else CARE_N
     acc, m, l = nothing_seen(BLOCK_M, DV_PAD, WARPS)  # noqa: E741
-    tensors = (k_base, v_base, k_p, k_n, v_p, v_n, size_d, size_dv, n_k, pad, seqlen_k)
+    tensors = (k_base, v_base, k_p, k_n, v_p, v_n, size_d, size_dv, n_k, pad, leftpad_ptr, seqlen_k)
     scaling = (scale, k_scale_ptr, v_scale_ptr, ks_p, ks_h, vs_p, vs_h, power, q_ptr)
     rows = (i, i + q_offset, i0, i1, q_offset, k_offset, b, h, h0, h1, g)
     if CARE == "again":
@@ -232,7 +258,7 @@ def decode_part(
         out_ptr, lse_ptr, sink_ptr, o_b, o_h, o_n, o_d, l_b, l_h, sequence, row0,
         (n_q, seqlen_q, size_dv), True, prior,
     )  # fmt: skip
-    if MERGE == "none" or live == 1:
+    if MERGE == "none" or each >= tiles:
         write_rows(acc, m, l, row, h_rows, results, VARLEN, DV_PAD, STEP_Q, UNIT)
     else:
         own = part * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -244,6 +270,7 @@ def decode_part(
         if MERGE == "here":
             # All threads' stores come before the count, and the count before the loads of the one that merges.
             tl.debug_barrier()
+            live = live_splits(share)
             before = tl.atomic_add(count_ptr + unit, 1, sem="acq_rel", scope="gpu")
             if before == live - 1:
                 tl.store(count_ptr + unit, 0)
@@ -266,7 +293,7 @@ def decode_program(
     q_b, q_h, q_n, q_d, k_p, k_h, k_n, v_p, v_h, v_n, o_b, o_h, o_n, o_d, l_b, l_h, table_b, ks_p, ks_h, vs_p, vs_h,
     pr_h, pr_n, prl_h, prl_n,
     batch, units, heads, group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles, pages, page_size, page_shift,
-    q_offset, k_offset, size_d, size_dv, scale,
+    q_offset, k_offset, size_d, size_dv, scale, by_heads, by_splits, by_group,
     data, score, keep, classify, classify_coarse,
     HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, LAST: tl.constexpr, VARLEN: tl.constexpr,
     PAGING: tl.constexpr, SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
@@ -279,13 +306,21 @@ def decode_program(
     await_grid(PDL)
     unit, split = tl.program_id(0), tl.program_id(1)
     here = place_of_unit(
-        unit, heads, group, batch, seqlen_q, row_tiles, cu_q_ptr, used_q_ptr, True, VARLEN, RATIO * BLOCK_M, SINGLE
+        unit, heads, by_heads, group, batch, seqlen_q, row_tiles, cu_q_ptr, used_q_ptr, True, VARLEN, RATIO * BLOCK_M,
+        SINGLE,
     )  # fmt: skip
     q = queries(
-        q_ptr, here, 0, q_b, q_h, q_n, q_d, group, size_d, VARLEN, BLOCK_M, D_PAD, STEP_Q, UNIT, RATIO
+        q_ptr, here, 0, q_b, q_h, q_n, q_d, group, by_group, size_d, VARLEN, BLOCK_M, D_PAD, STEP_Q, UNIT, SINGLE,
+        RATIO,
+    )  # fmt: skip
+    if PAGING == "shift" and not INTERPRETED:
+        entries = seqlen_k >> page_shift
+        first = split * quotient(entries, splits, by_splits, SINGLE)
+        ask_early(table_ptr, table_b, here[0], entries, first)
+    share = share_of(
+        used_k_ptr, leftpad_ptr, here[0], seqlen_k, splits, by_splits, split_tiles, True, BLOCK_N, SINGLE
     )
-    share = share_of(used_k_ptr, leftpad_ptr, here[0], seqlen_k, splits, split_tiles, True, BLOCK_N)
-    if split < share[4]:
+    if (split == 0) | (split * share[3] < share[4]):
         decode_part(
             unit, split, 0, here, share, q,
             q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, count_ptr, flag_ptr, sink_ptr,
@@ -293,9 +328,9 @@ def decode_program(
             v_scale_ptr, prior_ptr, prior_lse_ptr, q_b, q_h, q_n, q_d, k_p, k_h, k_n, v_p, v_h, v_n, o_b, o_h, o_n,
             o_d, l_b, l_h, table_b, ks_p, ks_h, vs_p, vs_h, pr_h, pr_n, prl_h, prl_n, batch, units, heads, group,
             seqlen_q, seqlen_k, row_tiles, splits, split_tiles, pages, page_size, page_shift, q_offset, k_offset,
-            size_d, size_dv, scale, data, score, keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, FUSED, LAST,
-            VARLEN, PAGING, SCALES, BLOCK_M, BLOCK_N, ROWS, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, STEP_Q, UNIT, PRECISION,
-            EVICT, MERGE, MERGED, WARPS, SINGLE, CARE, RATIO,
+            size_d, size_dv, scale, by_heads, by_splits, by_group, data, score, keep, classify, classify_coarse,
+            HAS_MASK, HAS_TERMS, FUSED, LAST, VARLEN, PAGING, SCALES, BLOCK_M, BLOCK_N, ROWS, D_PAD, DV_PAD, EVEN,
+            EVEN_V, STEP, STEP_Q, UNIT, PRECISION, EVICT, MERGE, MERGED, WARPS, SINGLE, CARE, RATIO,
         )  # fmt: skip
     elif CARE == "flag":
         tl.store(flag_ptr + split * units + unit, 0)
@@ -309,7 +344,7 @@ def again_program(
     q_b, q_h, q_n, q_d, k_p, k_h, k_n, v_p, v_h, v_n, o_b, o_h, o_n, o_d, l_b, l_h, table_b, ks_p, ks_h, vs_p, vs_h,
     pr_h, pr_n, prl_h, prl_n,
     batch, units, heads, group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles, pages, page_size, page_shift,
-    q_offset, k_offset, size_d, size_dv, scale,
+    q_offset, k_offset, size_d, size_dv, scale, by_heads, by_splits, by_group,
     data, score, keep, classify, classify_coarse,
     HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, LAST: tl.constexpr, VARLEN: tl.constexpr,
     PAGING: tl.constexpr, SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
@@ -325,13 +360,16 @@ def again_program(
     at = tl.min(tl.where(noted, n, total), 0)
     while at < total:
         here = place_of_unit(
-            at % units, heads, group, batch, seqlen_q, row_tiles, cu_q_ptr, used_q_ptr, True, VARLEN,
+            at % units, heads, by_heads, group, batch, seqlen_q, row_tiles, cu_q_ptr, used_q_ptr, True, VARLEN,
             RATIO * BLOCK_M, SINGLE,
         )  # fmt: skip
-        share = share_of(used_k_ptr, leftpad_ptr, here[0], seqlen_k, splits, split_tiles, True, BLOCK_N)
+        share = share_of(
+            used_k_ptr, leftpad_ptr, here[0], seqlen_k, splits, by_splits, split_tiles, True, BLOCK_N, SINGLE
+        )
         for part in range(0, RATIO):
             q = queries(
-                q_ptr, here, part, q_b, q_h, q_n, q_d, group, size_d, VARLEN, BLOCK_M, D_PAD, STEP_Q, UNIT, RATIO
+                q_ptr, here, part, q_b, q_h, q_n, q_d, group, by_group, size_d, VARLEN, BLOCK_M, D_PAD, STEP_Q, UNIT,
+                SINGLE, RATIO,
             )  # fmt: skip
             decode_part(
                 at % units, at // units, part, here, share, q,
@@ -340,9 +378,10 @@ def again_program(
                 v_scale_ptr, prior_ptr, prior_lse_ptr, q_b, q_h, q_n, q_d, k_p, k_h, k_n, v_p, v_h, v_n, o_b, o_h,
                 o_n, o_d, l_b, l_h, table_b, ks_p, ks_h, vs_p, vs_h, pr_h, pr_n, prl_h, prl_n, batch, units, heads,
                 group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles, pages, page_size, page_shift, q_offset,
-                k_offset, size_d, size_dv, scale, data, score, keep, classify, classify_coarse, HAS_MASK, HAS_TERMS,
-                FUSED, LAST, VARLEN, PAGING, SCALES, BLOCK_M, BLOCK_N, ROWS, D_PAD, DV_PAD, EVEN, EVEN_V, STEP,
-                STEP_Q, UNIT, PRECISION, EVICT, MERGE, MERGED, WARPS, SINGLE, CARE, RATIO,
+                k_offset, size_d, size_dv, scale, by_heads, by_splits, by_group, data, score, keep, classify,
+                classify_coarse, HAS_MASK, HAS_TERMS, FUSED, LAST, VARLEN, PAGING, SCALES, BLOCK_M, BLOCK_N, ROWS,
+                D_PAD, DV_PAD, EVEN, EVEN_V, STEP, STEP_Q, UNIT, PRECISION, EVICT, MERGE, MERGED, WARPS, SINGLE, CARE,
+                RATIO,
             )  # fmt: skip
         at = tl.min(tl.where(noted & (n > at), n, total), 0)
 
@@ -355,7 +394,7 @@ def merge_program(
     q_b, q_h, q_n, q_d, k_p, k_h, k_n, v_p, v_h, v_n, o_b, o_h, o_n, o_d, l_b, l_h, table_b, ks_p, ks_h, vs_p, vs_h,
     pr_h, pr_n, prl_h, prl_n,
     batch, units, heads, group, seqlen_q, seqlen_k, row_tiles, splits, split_tiles, pages, page_size, page_shift,
-    q_offset, k_offset, size_d, size_dv, scale,
+    q_offset, k_offset, size_d, size_dv, scale, by_heads, by_splits, by_group,
     data,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, DV_PAD: tl.constexpr, STEP_Q: tl.constexpr,
     UNIT: tl.constexpr, VARLEN: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr, MERGED: tl.constexpr,
@@ -376,9 +415,13 @@ def merge_program(
         if real:
             await_grid(PDL)
         b, g, tile, row0, n_q = place_of_unit(
-            unit, heads, group, batch, seqlen_q, row_tiles, cu_q_ptr, used_q_ptr, real, VARLEN, BLOCK_M, SINGLE
+            unit, heads, by_heads, group, batch, seqlen_q, row_tiles, cu_q_ptr, used_q_ptr, real, VARLEN, BLOCK_M,
+            SINGLE,
         )  # fmt: skip
-        live = share_of(used_k_ptr, leftpad_ptr, b, seqlen_k, splits, split_tiles, real, BLOCK_N)[4]
+        share = share_of(
+            used_k_ptr, leftpad_ptr, b, seqlen_k, splits, by_splits, split_tiles, real, BLOCK_N, SINGLE
+        )
+        live = tl.where(real, live_splits(share), splits)
         room = tl.where(real, splits, 0)
         acc, m, l = merge_row(  # noqa: E741
             part_ptr, part_lse_ptr, first, tl.cast(units, tl.int64) * ROWS, room, live, DV_PAD, MERGED, ONCE

@@ -216,9 +216,9 @@ def _tiles(
         block_n, warps, stages = 32, 8 if block_m > 64 else 4, 3
     elif block_m > CARE_M:
         block_n, warps, stages = 64, 8 if block_m > 64 else 4, 3
-    elif _alone(problem, masked, block_m, units, machine):
-        # One program reads all that its multiprocessor can: its warps must not wait for each other.
-        block_n, warps, stages, each, resident = 64, 4, 4, 4, 1
+    elif _alone(problem, masked, block_m, units, machine) and (own := _of_one(problem)) is not None:
+        block_n, warps, stages, each = own
+        resident = 1
     elif problem.kv_dtype.itemsize == 1:
         block_n, warps, stages, resident = 64, 4, 4, 4
     elif _plain(problem, masked, block_m) and (many := _many(problem, units, machine)) is not None:
@@ -265,17 +265,25 @@ def _in_pages(problem: Problem) -> bool:
 
 
 def _alone(problem: Problem, masked: bool, block_m: int, units: int, machine: Machine) -> bool:
-    """Whether one program for each multiprocessor is best: 8 rows without masks, long runs of neighbouring keys."""
+    """Whether one program for each multiprocessor may be best: 16 rows at most without masks, long runs of keys."""
     if block_m > 16 or problem.options.batch_invariant or problem.kv_dtype != problem.dtype:
-        return False
-    # Of 16 rows what every warp keeps, and merges at the end, costs more than waiting for each other.
-    if problem.shape.seqlen_q * problem.group > 8:
         return False
     if masked or problem.spec.score is not None or units > machine.sms:
         return False
-    if _in_pages(problem) and (problem.page_size % 64 or problem.shape.seqlen_q * problem.group > 4):
-        return False
     return problem.shape.seqlen_k // (machine.sms // units) >= LONG_KEYS
+
+
+def _of_one(problem: Problem) -> tuple[int, int, int, int] | None:
+    """(keys of a tile, warps, stages, states) of a program that reads all that its multiprocessor can; None where two
+    programs read faster."""
+    s = problem.shape
+    rows = s.seqlen_q * problem.group
+    if rows > 8:
+        # What every warp would keep of so many rows, and merge at the end, costs more than waiting for each other.
+        return (128, 8, 3, 1) if padded(s.head_dim) == padded(s.head_dim_v) == 128 else None
+    if _in_pages(problem) and (problem.page_size % 64 or rows > 4):
+        return None
+    return 64, 4, 4, 4  # its warps must not wait for each other
 
 
 def paging(problem: Problem, plan: DecodePlan) -> str | int:
@@ -283,19 +291,29 @@ def paging(problem: Problem, plan: DecodePlan) -> str | int:
     size = problem.page_size
     if not _in_pages(problem):
         return "whole"
-    # Where keys are split, finding the pages of a tile key by key was as quick, and quicker for short splits.
-    once = plan.splits == 1 or plan.block_m > CARE_M or size == 64
-    if (
-        once
-        and size in GROUPED
-        and plan.block_n % size == 0
-        and plan.each == 1
-        and problem.kv_dtype == problem.dtype
-    ):
-        return size
+    if size in GROUPED and plan.each == 1 and problem.kv_dtype == problem.dtype:
+        # Where keys are split, finding the pages of a tile key by key is as quick, and quicker for short splits.
+        once = plan.splits == 1 or plan.block_m > CARE_M
+        return size if once and plan.block_n % size == 0 else "shift"
     if size % plan.block_n == 0:
         return "tile"
     return "shift" if size & (size - 1) == 0 else "divide"
+
+
+def reciprocal(n: int) -> int:
+    """Of a number n > 1: the upper 32 bits of its product with x are x // n, where x * n < 2**32.
+
+    Source: Warren, Hacker's Delight, 2nd ed., 10-9: the product is too large by less than x * n / 2**32.
+    """
+    return -(-(2**32) // max(n, 2))
+
+
+def divides_quickly(problem: Problem, plan: DecodePlan) -> bool:
+    """Whether a head has one tile of rows, and all numbers that a program divides are small enough for `reciprocal`."""
+    s = problem.shape
+    units = units_of(problem, plan) * s.num_heads_kv
+    tiles = (s.seqlen_k // plan.block_n + 1 + plan.splits) * plan.splits
+    return plan.row_tiles == 1 and max(units, tiles, plan.block_m * max(problem.group, 1)) < 2**32
 
 
 def splits_of(problem: Problem, block_n: int, units: int, slots: int) -> tuple[int, int]:

@@ -42,7 +42,8 @@ DECODE = Entry(
             "l_b", "l_h", "table_b", "ks_p", "ks_h", "vs_p", "vs_h", "pr_h", "pr_n", "prl_h", "prl_n",
         )),
         "batch", "units", "heads", "group", "seqlen_q", "seqlen_k", "row_tiles", "splits", "split_tiles", "pages",
-        "page_size", "page_shift", "q_offset", "k_offset", "size_d", "size_dv", "scale:fp32",
+        "page_size", "page_shift", "q_offset", "k_offset", "size_d", "size_dv", "scale:fp32", "by_heads:u32",
+        "by_splits:u32", "by_group:u32",
     ),
     ("score", "keep", "classify", "classify_coarse"),
     (
@@ -276,7 +277,7 @@ def _constants(
         ("BLOCK_M", plan.block_m), ("BLOCK_N", plan.block_n), ("ROWS", plan.rows), ("D_PAD", d), ("DV_PAD", dv),
         ("EVEN", d == s.head_dim), ("EVEN_V", dv == s.head_dim_v), ("STEP", steps[0]), ("STEP_Q", steps[1]),
         ("UNIT", unit), ("PRECISION", precision_of(problem.dtype)), ("EVICT", plan.evict), ("MERGE", plan.merge),
-        ("MERGED", plan.merged), ("WARPS", plan.each), ("SINGLE", plan.row_tiles == 1),
+        ("MERGED", plan.merged), ("WARPS", plan.each), ("SINGLE", decode_plan.divides_quickly(problem, plan)),
     )  # fmt: skip
 
 
@@ -306,17 +307,24 @@ def _shared_values(
         s.batch, decode_plan.units_of(problem, plan), s.num_heads_kv, max(problem.group, 1), s.seqlen_q, s.seqlen_k,
         plan.row_tiles, plan.splits, plan.split_tiles, pages, size, max(size.bit_length() - 1, 0),
         _number(inputs.q_offset), _number(inputs.k_offset), s.head_dim, s.head_dim_v, inputs.scale,
+        *map(decode_plan.reciprocal, (s.num_heads_kv, plan.splits, problem.group)),
         *_data(problem, inputs, slots),
     ]  # fmt: skip
 
 
 def _row_types(inputs: Inputs, step: int) -> dict[str, str]:
-    """Types of the strides of pages and rows: 32 bits where no row of a pool begins farther, which halves the
-    instructions that find rows."""
+    """Types of strides: 32 bits where no row begins farther, which halves the instructions that find rows."""
+    found, q, table = {}, inputs.q, inputs.block_table
     farthest = 0
     for t in (inputs.k, inputs.v):
         farthest = max(farthest, sum((t.shape[n] - 1) * t.stride(n) // step for n in (0, 2)))
-    return dict.fromkeys(("k_p", "k_n", "v_p", "v_n"), "i32") if farthest < 2**31 else {}
+    if farthest < 2**31:
+        found |= dict.fromkeys(("k_p", "k_n", "v_p", "v_n"), "i32")
+    if sum((n - 1) * x for n, x in zip(q.shape[:-1], q.stride(), strict=False)) < 2**31:
+        found |= dict.fromkeys(("q_b", "q_h", "q_n"), "i32")
+    if table is not None and (table.shape[0] - 1) * table.stride(0) < 2**31:
+        found["table_b"] = "i32"
+    return found
 
 
 def _scale_strides(t: Tensor | None) -> tuple[int, int]:
