@@ -26,7 +26,7 @@ def close_rows(m, l, h_rows, alive, sink_ptr, SINK: gl.constexpr):  # noqa: E741
         l = gl.fma(l, weight, gl.exp2(logit - both))  # noqa: E741
         base = both * LN
     else:
-        weight = gl.full_like(l, 1.0)
+        weight = gl.full(l.shape, 1.0, gl.float32, l.type.layout)
         base = m * LN
     empty = l == 0.0
     lse = gl.where(empty, float("-inf"), base + gl.log2(l) * LN)

@@ -27,6 +27,7 @@ from tilewise.backends.hopper.forward_finish import (
     write_out,
 )
 from tilewise.backends.hopper.forward_gaps import fill_gaps
+from tilewise.backends.hopper.forward_loads import FIELDS, first_seen, load_keys, load_rows, load_values, tell
 from tilewise.backends.hopper.forward_place import (
     BLOCKS,
     RECORD,
@@ -55,7 +56,6 @@ from tilewise.backends.hopper.rings import (
     get,
     give_back,
     here,
-    load_tile,
     put,
     put_wide,
     release,
@@ -63,8 +63,6 @@ from tilewise.backends.hopper.rings import (
     slots_of,
 )
 
-FIELDS = gl.constexpr(9)
-"""Numbers that tell the consumers about a tile: b, head, KV head, first line, split, first row, rows, keys, its own."""
 GROWTH = gl.constexpr(8.0)
 """Powers of two by which a row's maximum may grow before the state is rescaled."""
 
@@ -149,36 +147,19 @@ def producer(
                     going = follow >= 0
                     if follow < 0:
                         raw = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-                    st = it % ST
-                    mbarrier.wait(k_empty.index(st), ((it // ST) & 1) ^ 1)
-                    put(code_s, st, code | (follow < 0).to(gl.int32))
                     n = key0 + (code >> 10) * BN
-                    load_tile(
-                        k_desc, k_desc2, k_s.index(st), k_s2.index(st), k_full.index(st), (tb, g, n), D0, D1,
-                        BN)  # fmt: skip
+                    load_keys(
+                        it, code | (follow < 0).to(gl.int32), (tb, g, n), k_desc, k_desc2, k_s, k_s2, code_s, k_full,
+                        k_empty, D0, D1, BN, ST)  # fmt: skip
                     if it > 0:
-                        sv = (it - 1) % ST
-                        mbarrier.wait(v_empty.index(sv), (((it - 1) // ST) & 1) ^ 1)
-                        load_tile(
-                            v_desc, v_desc2, v_s.index(sv), v_s2.index(sv), v_full.index(sv), (v_b, v_g, v_n), E0, E1,
-                            BN)  # fmt: skip
+                        load_values(
+                            it, (v_b, v_g, v_n), v_desc, v_desc2, v_s, v_s2, v_full, v_empty, E0, E1, BN,
+                            ST)  # fmt: skip
                     if fresh:
-                        slot = ti & 1
-                        mbarrier.wait(tile_empty.index(slot), ((ti >> 1) & 1) ^ 1)
-                        about = (b, head, g, base, split, row0, n_q, n_k, t)
-                        for f in gl.static_range(FIELDS):
-                            put(tile_s, slot * FIELDS + f, about[f])
-                        mbarrier.arrive(tile_full.index(slot), count=1)
-                        for w in gl.static_range(NWG):
-                            row = line_of(base, w)
-                            if PACK > 1:
-                                at = (tb, g, row0 + row // PACK, 0)
-                            else:
-                                at = (tb, g, row0 + row, head - g * group)
-                            mbarrier.wait(q_empty.index(w), (ti & 1) ^ 1)
-                            load_tile(
-                                q_desc, q_desc2, q_s.index(w), q_s2.index(w), q_full.index(w), at, D0, D1, 64
-                            )
+                        tell(ti, (b, head, g, base, split, row0, n_q, n_k, t), tile_s, tile_full, tile_empty)
+                        load_rows(
+                            ti, tb, head, g, base, row0, group, q_desc, q_desc2, q_s, q_s2, q_full, q_empty, D0, D1,
+                            NWG, PACK)  # fmt: skip
                     fresh = False
                     v_b, v_g, v_n = tb, g, n
                     it += 1
@@ -192,11 +173,8 @@ def producer(
             gl.atomic_xchg(counter_ptr, 0, sem="relaxed")
         t = raw + gl.num_programs(0)
     if it > 0:
-        sv = (it - 1) % ST
-        mbarrier.wait(v_empty.index(sv), (((it - 1) // ST) & 1) ^ 1)
-        load_tile(
-            v_desc, v_desc2, v_s.index(sv), v_s2.index(sv), v_full.index(sv), (v_b, v_g, v_n), E0, E1, BN
-        )
+        load_values(
+            it, (v_b, v_g, v_n), v_desc, v_desc2, v_s, v_s2, v_full, v_empty, E0, E1, BN, ST)  # fmt: skip
     slot = ti & 1
     mbarrier.wait(tile_empty.index(slot), ((ti >> 1) & 1) ^ 1)
     put(tile_s, slot * FIELDS, -1)
@@ -207,22 +185,163 @@ def producer(
 
 
 @gluon.jit
-def first_seen(it, w: gl.constexpr, code_s, k_full, k_empty, v_full, v_empty, ST: gl.constexpr):
-    """(use of the ring, code) of the first block of which warpgroup w sees anything; the last one if there is none."""
+def next_block(
+    it, m, l, acc, acc2, weights, q_of, q2_of, w, k_s, k_s2, v_s, v_s2, code_s, k_full, k_empty, v_full,  # noqa: E741
+    v_empty, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, FUSED: gl.constexpr,
+    BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr,
+    ST: gl.constexpr, ORDER: gl.constexpr, LAZY: gl.constexpr, APART: gl.constexpr,
+    BOUNDED: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr, OL2: gl.constexpr,
+):  # fmt: skip
+    """S of the next block under O += P v of the one before, and its softmax: (use, code, m, l, acc, acc2, weights)."""
+    PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
+    PL2: gl.constexpr = gl.DotOperandLayout(0, OL2, 2)
+    AHEAD: gl.constexpr = 2 if E1 > 0 else 1
+    sv = it % ST
+    phase = (it // ST) & 1
+    it += 1
     st = it % ST
-    mbarrier.wait(k_full.index(st), (it // ST) & 1)
-    code = get(code_s, st)
-    while ((code >> (1 + w)) & (code ^ 1) & 1) != 0:
-        # All warps have read the code before the stage is given back.
-        gl.thread_barrier()
-        release(k_empty.index(st))
-        mbarrier.wait(v_full.index(st), (it // ST) & 1)
-        release(v_empty.index(st))
-        it += 1
-        st = it % ST
+    if ORDER <= 0:
         mbarrier.wait(k_full.index(st), (it // ST) & 1)
-        code = get(code_s, st)
-    return it, code
+    code = get(code_s, st)
+    s = scores_of(q_of, q2_of, k_s, k_s2, st, BN, D0, D1, SL)
+    mbarrier.wait(v_full.index(sv), phase)
+    acc, acc2 = add_values(acc, acc2, weights, v_s, v_s2, sv, BN, E0, E1, PL, PL2)
+    # All warps have read the code before the stage is given back: here, where they wait anyway.
+    gl.thread_barrier()
+    if ORDER < 0:
+        s, acc, acc2 = settle_all(s, acc, acc2, E1)
+        release(v_empty.index(sv))
+    else:
+        s = warpgroup_mma_wait(AHEAD, deps=(s,))
+    release(k_empty.index(st))
+    s, rate, shift = fold(
+        s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, False, FUSED, BN, SL)  # fmt: skip
+    alpha = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, SL))
+    if not BOUNDED:
+        m, alpha = raise_top(m, top_of(s, rate, shift), GROWTH, LAZY)
+    if ORDER == 5:
+        p = weigh(s, m, rate, shift)
+        l = grow(l, alpha, p, APART, BN)  # noqa: E741
+    if ORDER > 0:
+        ahead = it + 1
+        mbarrier.wait(k_full.index(ahead % ST), (ahead // ST) & 1, pred=(code & 1) == 0)
+    if ORDER >= 0:
+        acc, acc2 = settle(acc, acc2, E1)
+        release(v_empty.index(sv))
+    if not BOUNDED:
+        if E1 > 0:
+            acc2 = rescale(acc2, gl.convert_layout(alpha, gl.SliceLayout(1, OL2)), LAZY, E1 // 2)
+        acc = rescale(acc, gl.convert_layout(alpha, gl.SliceLayout(1, OL)), LAZY, E0 // 2)
+    if ORDER != 5:
+        p = weigh(s, m, rate, shift)
+        l = grow(l, alpha, p, APART, BN)  # noqa: E741
+    return it, code, m, l, acc, acc2, p.to(weights.dtype)
+
+
+@gluon.jit
+def one_tile(
+    it, ti, b, w, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_s, o_s2, tile_s, code_s, again_s, broken_s,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, strides,
+    offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED: gl.constexpr, NWG: gl.constexpr,
+    BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr,
+    E1: gl.constexpr, ST: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, Q_OFFSET: gl.constexpr,
+    K_OFFSET: gl.constexpr, SINK: gl.constexpr, CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr,
+    ORDER: gl.constexpr, LAZY: gl.constexpr, HELD: gl.constexpr, APART: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """Tile ti of a warpgroup, whose batch entry is b: the use of the rings after it."""
+    dt: gl.constexpr = q_s.dtype
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, BN, 16])
+    OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, E0, 16])
+    OL2: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, E1 if E1 > 0 else 16, 16])  # fmt: skip
+    PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
+    PL2: gl.constexpr = gl.DotOperandLayout(0, OL2, 2)
+    RL: gl.constexpr = gl.SliceLayout(1, SL)
+    q_offset0, q_offset_ptr, k_offset0, k_offset_ptr = offsets
+    o_s0, o_b, o_h, o_n, l_s, l_b, l_h = strides
+    q = q_s.index(w).reshape([64, D0])
+    q2 = q_s2.index(w).reshape([64, D1 if D1 > 0 else D0])
+    slot = ti & 1
+    at = slot * FIELDS
+    head, g, base = get(tile_s, at + 1), get(tile_s, at + 2), get(tile_s, at + 3)
+    n_q, n_k = seqlen_q, seqlen_k
+    if VARLEN:
+        n_q, n_k = get(tile_s, at + 6), get(tile_s, at + 7)
+    q_offset = offset_of(q_offset0, q_offset_ptr, b, n_k - n_q, Q_OFFSET)
+    k_offset = offset_of(k_offset0, k_offset_ptr, b, 0, K_OFFSET)
+    rows, h_rows = lines_of(head, base, w, PACK, RL)
+    h = h_rows[:, None] if PACK > 1 else head
+    parts = parts_of(rows, q_offset, b, h, g, scale, data)
+
+    # ---- the first block of which this warpgroup sees anything ----
+    mbarrier.wait(q_full.index(w), ti & 1)
+    q_of, q2_of = held_rows(q, q2, HELD, D0, SL)
+    if HELD == D0 + D1 and not SHARED_OUT:
+        give_back(q_empty.index(w))
+    it, code = first_seen(it, w, code_s, k_full, k_empty, v_full, v_empty, ST)
+    st = it % ST
+    s = scores_of(q_of, q2_of, k_s, k_s2, st, BN, D0, D1, SL)
+    gl.thread_barrier()
+    s = warpgroup_mma_wait(0, deps=(s,))
+    release(k_empty.index(st))
+    s, rate, shift = fold(
+        s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, True, FUSED, BN, SL)  # fmt: skip
+    if BOUNDED:
+        m = shift
+    else:
+        # A finite maximum, so that -inf minus it is -inf in rows that see nothing.
+        m = gl.maximum(top_of(s, rate, shift), LOWEST)
+    p = weigh(s, m, rate, shift)
+    l = sums_of(p, APART, BN)  # noqa: E741
+    weights = p.to(dt)
+    acc = gl.full([64, E0], 0.0, gl.float32, OL)
+    acc2 = gl.full([64, E1 if E1 > 0 else 16], 0.0, gl.float32, OL2)
+    if ORDER > 0:
+        mbarrier.wait(k_full.index((it + 1) % ST), ((it + 1) // ST) & 1, pred=(code & 1) == 0)
+
+    # ---- the others ----
+    while (code & 1) == 0:
+        it, code, m, l, acc, acc2, weights = next_block(  # noqa: E741
+            it, m, l, acc, acc2, weights, q_of, q2_of, w, k_s, k_s2, v_s, v_s2, code_s, k_full, k_empty, v_full,
+            v_empty, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, FUSED, BN, D0, D1, E0, E1, ST,
+            ORDER, LAZY, APART, BOUNDED, SL, OL, OL2)  # fmt: skip
+    if HELD < D0 + D1 and not SHARED_OUT:
+        give_back(q_empty.index(w))
+    sv = it % ST
+    mbarrier.wait(v_full.index(sv), (it // ST) & 1)
+    acc, acc2 = add_values(acc, acc2, weights, v_s, v_s2, sv, BN, E0, E1, PL, PL2)
+
+    # ---- finish: what was said about the tile is read again, rather than kept in registers ----
+    b, head, g = get(tile_s, at), get(tile_s, at + 1), get(tile_s, at + 2)
+    base, split, row0 = get(tile_s, at + 3), get(tile_s, at + 4), 0
+    if VARLEN:
+        row0, n_q = get(tile_s, at + 5), get(tile_s, at + 6)
+    if not CARE:
+        give_back(tile_empty.index(slot))
+    rows, h_rows = lines_of(head, base, w, PACK, RL)
+    alive = rows < n_q
+    lse, inverse = close_rows(m, whole_sums(l, APART, RL), h_rows, alive, sink_ptr, SINK)
+    tb = 0 if VARLEN else b
+    first = line_of(base, w) // PACK
+    lse_line = lse_ptr + split.to(gl.int64) * l_s + tb * l_b + row0
+    gl.store(lse_line + h_rows.to(gl.int64) * l_h + rows, lse, mask=alive)
+    mbarrier.wait(v_full.index(sv), (it // ST) & 1)
+    acc, acc2 = settle(acc, acc2, E1)
+    release(v_empty.index(sv))
+    broken = write_out(
+        o_desc, o_desc2, o_s.index(w), o_s2.index(w), out_ptr, (o_s0, o_b, o_h, o_n),
+        (split, tb, row0, n_q, first, head, g, group), acc, acc2, inverse, rows, h_rows, size_dv, broken_s.index(w),
+        not SHARED_OUT, CARE, STORE, VARLEN, PACK, E0, E1, OL, OL2)  # fmt: skip
+    if CARE:
+        if broken != 0:
+            about = (get(tile_s, at), get(tile_s, at + 1), get(tile_s, at + 3), get(tile_s, at + 4))
+            row0, n_q = get(tile_s, at + 5), get(tile_s, at + 6)
+            leave(again_s, w, about, get(tile_s, at + 8), row0, n_q, lse_ptr, strides, PACK, VARLEN)
+        give_back(tile_empty.index(slot))
+    if SHARED_OUT:
+        tma.store_wait(0)
+        give_back(q_empty.index(w))
+    return it + 1
 
 
 @gluon.jit
@@ -245,21 +364,7 @@ def consumer(
     HELD: columns of q that products read from registers; its memory is free for the next tile's at once. APART: a row's
     sum of weights stays with its four threads until the end.
     """
-    dt: gl.constexpr = q_s.dtype
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, BN, 16])
-    OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, E0, 16])
-    OL2: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, E1 if E1 > 0 else 16, 16])  # fmt: skip
-    PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
-    PL2: gl.constexpr = gl.DotOperandLayout(0, OL2, 2)
-    RL: gl.constexpr = gl.SliceLayout(1, SL)
-    RO: gl.constexpr = gl.SliceLayout(1, OL)
-    RO2: gl.constexpr = gl.SliceLayout(1, OL2)
-    AHEAD: gl.constexpr = 2 if E1 > 0 else 1
-    q_offset0, q_offset_ptr, k_offset0, k_offset_ptr = offsets
     o_s0, o_b, o_h, o_n, l_s, l_b, l_h = strides
-    q = q_s.index(w).reshape([64, D0])
-    q2 = q_s2.index(w).reshape([64, D1 if D1 > 0 else D0])
     it = 0
     ti = 0
     if CARE:
@@ -269,124 +374,12 @@ def consumer(
     mbarrier.wait(tile_full.index(0), 0)
     b = get(tile_s, 0)
     while b >= 0:
-        slot = ti & 1
-        at = slot * FIELDS
-        head, g, base = get(tile_s, at + 1), get(tile_s, at + 2), get(tile_s, at + 3)
-        n_q, n_k = seqlen_q, seqlen_k
-        if VARLEN:
-            n_q, n_k = get(tile_s, at + 6), get(tile_s, at + 7)
-        q_offset = offset_of(q_offset0, q_offset_ptr, b, n_k - n_q, Q_OFFSET)
-        k_offset = offset_of(k_offset0, k_offset_ptr, b, 0, K_OFFSET)
-        rows, h_rows = lines_of(head, base, w, PACK, RL)
-        h = h_rows[:, None] if PACK > 1 else head
-        parts = parts_of(rows, q_offset, b, h, g, scale, data)
-
-        # ---- the first block of which this warpgroup sees anything ----
-        mbarrier.wait(q_full.index(w), ti & 1)
-        q_of, q2_of = held_rows(q, q2, HELD, D0, SL)
-        if HELD == D0 + D1 and not SHARED_OUT:
-            give_back(q_empty.index(w))
-        it, code = first_seen(it, w, code_s, k_full, k_empty, v_full, v_empty, ST)
-        st = it % ST
-        s = scores_of(q_of, q2_of, k_s, k_s2, st, BN, D0, D1, SL)
-        gl.thread_barrier()
-        s = warpgroup_mma_wait(0, deps=(s,))
-        release(k_empty.index(st))
-        s, rate, shift = fold(
-            s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, True, FUSED, BN, SL)  # fmt: skip
-        if BOUNDED:
-            m = shift
-        else:
-            # A finite maximum, so that -inf minus it is -inf in rows that see nothing.
-            m = gl.maximum(top_of(s, rate, shift), LOWEST)
-        p = weigh(s, m, rate, shift)
-        l = sums_of(p, APART, BN)  # noqa: E741
-        weights = p.to(dt)
-        acc = gl.zeros([64, E0], gl.float32, OL)
-        acc2 = gl.zeros([64, E1 if E1 > 0 else 16], gl.float32, OL2)
-        if ORDER > 0:
-            mbarrier.wait(k_full.index((it + 1) % ST), ((it + 1) // ST) & 1, pred=(code & 1) == 0)
-
-        # ---- the others ----
-        while (code & 1) == 0:
-            sv = it % ST
-            phase = (it // ST) & 1
-            it += 1
-            st = it % ST
-            if ORDER <= 0:
-                mbarrier.wait(k_full.index(st), (it // ST) & 1)
-            code = get(code_s, st)
-            s = scores_of(q_of, q2_of, k_s, k_s2, st, BN, D0, D1, SL)
-            mbarrier.wait(v_full.index(sv), phase)
-            acc, acc2 = add_values(acc, acc2, weights, v_s, v_s2, sv, BN, E0, E1, PL, PL2)
-            # All warps have read the code before the stage is given back: here, where they wait anyway.
-            gl.thread_barrier()
-            if ORDER < 0:
-                s, acc, acc2 = settle_all(s, acc, acc2, E1)
-                release(v_empty.index(sv))
-            else:
-                s = warpgroup_mma_wait(AHEAD, deps=(s,))
-            release(k_empty.index(st))
-            s, rate, shift = fold(
-                s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, False, FUSED, BN,
-                SL)  # fmt: skip
-            alpha = gl.full_like(m, 1.0)
-            if not BOUNDED:
-                m, alpha = raise_top(m, top_of(s, rate, shift), GROWTH, LAZY)
-            if ORDER == 5:
-                p = weigh(s, m, rate, shift)
-                l = grow(l, alpha, p, APART, BN)  # noqa: E741
-            if ORDER > 0:
-                ahead = it + 1
-                mbarrier.wait(k_full.index(ahead % ST), (ahead // ST) & 1, pred=(code & 1) == 0)
-            if ORDER >= 0:
-                acc, acc2 = settle(acc, acc2, E1)
-                release(v_empty.index(sv))
-            if not BOUNDED:
-                if E1 > 0:
-                    acc2 = rescale(acc2, gl.convert_layout(alpha, RO2), LAZY, E1 // 2)
-                acc = rescale(acc, gl.convert_layout(alpha, RO), LAZY, E0 // 2)
-            if ORDER != 5:
-                p = weigh(s, m, rate, shift)
-                l = grow(l, alpha, p, APART, BN)  # noqa: E741
-            weights = p.to(dt)
-        if HELD < D0 + D1 and not SHARED_OUT:
-            give_back(q_empty.index(w))
-        sv = it % ST
-        mbarrier.wait(v_full.index(sv), (it // ST) & 1)
-        acc, acc2 = add_values(acc, acc2, weights, v_s, v_s2, sv, BN, E0, E1, PL, PL2)
-
-        # ---- finish: what was said about the tile is read again, rather than kept in registers ----
-        b, head, g = get(tile_s, at), get(tile_s, at + 1), get(tile_s, at + 2)
-        base, split, row0 = get(tile_s, at + 3), get(tile_s, at + 4), 0
-        if VARLEN:
-            row0, n_q = get(tile_s, at + 5), get(tile_s, at + 6)
-        if not CARE:
-            give_back(tile_empty.index(slot))
-        rows, h_rows = lines_of(head, base, w, PACK, RL)
-        alive = rows < n_q
-        lse, inverse = close_rows(m, whole_sums(l, APART, RL), h_rows, alive, sink_ptr, SINK)
-        tb = 0 if VARLEN else b
-        first = line_of(base, w) // PACK
-        lse_line = lse_ptr + split.to(gl.int64) * l_s + tb * l_b + row0
-        gl.store(lse_line + h_rows.to(gl.int64) * l_h + rows, lse, mask=alive)
-        mbarrier.wait(v_full.index(sv), (it // ST) & 1)
-        acc, acc2 = settle(acc, acc2, E1)
-        release(v_empty.index(sv))
-        broken = write_out(
-            o_desc, o_desc2, o_s.index(w), o_s2.index(w), out_ptr, (o_s0, o_b, o_h, o_n),
-            (split, tb, row0, n_q, first, head, g, group), acc, acc2, inverse, rows, h_rows, size_dv, broken_s.index(w),
-            not SHARED_OUT, CARE, STORE, VARLEN, PACK, E0, E1, OL, OL2)  # fmt: skip
-        if CARE:
-            if broken != 0:
-                about = (get(tile_s, at), get(tile_s, at + 1), get(tile_s, at + 3), get(tile_s, at + 4))
-                row0, n_q = get(tile_s, at + 5), get(tile_s, at + 6)
-                leave(again_s, w, about, get(tile_s, at + 8), row0, n_q, lse_ptr, strides, PACK, VARLEN)
-            give_back(tile_empty.index(slot))
-        if SHARED_OUT:
-            tma.store_wait(0)
-            give_back(q_empty.index(w))
-        it += 1
+        it = one_tile(
+            it, ti, b, gl.to_tensor(w), o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_s, o_s2, tile_s, code_s,
+            again_s, broken_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr,
+            lse_ptr, sink_ptr, strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG, BN, D0,
+            D1, E0, E1, ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, HELD, APART,
+            BOUNDED)  # fmt: skip
         ti += 1
         mbarrier.wait(tile_full.index(ti & 1), (ti >> 1) & 1)
         b = get(tile_s, (ti & 1) * FIELDS)

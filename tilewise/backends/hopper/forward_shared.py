@@ -67,7 +67,7 @@ def parts_of(rows, q_offset, b, h, g, scale, data):
 
 
 @gluon.jit
-def fold(s, code, w: gl.constexpr, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data,
+def fold(s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data,
          FIRST: gl.constexpr, FUSED: gl.constexpr, BN: gl.constexpr, SL: gl.constexpr):  # fmt: skip
     """(u, rate, shift) of a tile of products: u * rate + shift is its score in powers of two, -inf where hidden."""
     j0 = (code >> 10) * BN
@@ -75,7 +75,7 @@ def fold(s, code, w: gl.constexpr, parts, rows, h, b, g, n_k, q_offset, k_offset
     j = (j0 + gl.arange(0, BN, layout=gl.SliceLayout(0, SL)))[None, :]
     i = rows[:, None]
     u, rate, shift = scores(s, parts, i, j, i + q_offset, j + k_offset, j0, k0, b, h, g, scale, FUSED, data)
-    shift = gl.zeros([64, 1], gl.float32, SL) + shift
+    shift = gl.full([64, 1], 0.0, gl.float32, SL) + shift
     if LINES or FIRST:
         cuts = False
         if LINES:

@@ -20,7 +20,7 @@ def held_rows(q, q2, HELD: gl.constexpr, D0: gl.constexpr, SL: gl.constexpr):
 @gluon.jit
 def scores_of(q, q2, k_s, k_s2, st, BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, SL: gl.constexpr):
     """Issue S = q k^T."""
-    zeros = gl.zeros([64, BN], gl.float32, SL)
+    zeros = gl.full([64, BN], 0.0, gl.float32, SL)
     s = warpgroup_mma(q, k_s.index(st).reshape([BN, D0]).permute((1, 0)), zeros, use_acc=False, is_async=True)
     if D1 > 0:
         s = warpgroup_mma(q2, k_s2.index(st).reshape([BN, D1]).permute((1, 0)), s, is_async=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -288,11 +289,11 @@ def make_recipe(problem: Problem, inputs: Inputs) -> Recipe | None:
     for name, t in present.items():
         types[AT[name]] = POINTERS[t.dtype]
     build = Build(tuple(types), (), constants_of(flags, tiles, plan.pair), 4, 1, tiles.limit)
-    spec, again = with_literals(problem.spec, divisors(problem, inputs)), None
-    run = gluon_launcher(spec, slots, build, device)
+    spec, builds = with_literals(problem.spec, divisors(problem, inputs)), {FORWARD: build}
     if later:
-        build = build._replace(constants=constants_of(flags, tiles, plan.pair, AGAIN), registers=0)
-        again = gluon_launcher(spec, slots, build, device, AGAIN)
+        builds[AGAIN] = build._replace(constants=constants_of(flags, tiles, plan.pair, AGAIN), registers=0)
+    run, *more = launchers(spec, slots, builds, device)
+    again = more[0] if more else None
     data = low._data(problem, inputs, slots)
     values: list[object] = [None] * len(FORWARD.arguments) + [None if torch.is_tensor(x) else x for x in data]
     values[AT["o_s"] : AT["scale"] + 1] = [
@@ -370,6 +371,20 @@ def divisors(problem: Problem, inputs: Inputs) -> tuple[tuple[int, int], ...]:
     powers = powers_of(problem.spec, inputs.ints)
     slots = divisors_of(problem.spec)
     return tuple((n, inputs.ints[n]) for n in slots if n in powers or inputs.ints[n] <= WIDEST)
+
+
+def launchers(
+    spec: AttentionSpec, slots: Slots, builds: dict[Entry, Build], device: int
+) -> list[GluonLauncher]:
+    """The launchers of several kernels of a spec, compiled side by side: more than half of a compilation leaves the
+    interpreter free."""
+    for entry in builds:
+        module_of(spec, slots, entry.module, (entry,))
+    if len(builds) == 1:
+        return [gluon_launcher(spec, slots, build, device, entry) for entry, build in builds.items()]
+    with ThreadPoolExecutor(len(builds)) as pool:
+        made = [pool.submit(gluon_launcher, spec, slots, b, device, e) for e, b in builds.items()]
+    return [one.result() for one in made]
 
 
 def gluon_launcher(

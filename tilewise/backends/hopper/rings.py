@@ -114,7 +114,7 @@ def rescale(acc, alpha, LAZY: gl.constexpr, N: gl.constexpr):
     LAZY: a warp whose alphas are all 1 jumps over the products. Elements 0, 1 belong to one row and 2, 3 to the other.
     """
     if LAZY:
-        wide = gl.zeros_like(acc) + alpha[:, None]
+        wide = gl.full(acc.shape, 0.0, gl.float32, acc.type.layout) + alpha[:, None]
         text: gl.constexpr = _rescale_text(N)
         operands: gl.constexpr = _rescale_operands(N)
         return gl.inline_asm_elementwise(text, operands, [acc, wide], dtype=gl.float32, is_pure=False, pack=N)
@@ -151,7 +151,7 @@ def cut(u, first, last, BELOW: gl.constexpr, N: gl.constexpr):
 
     A thread of a warpgroup holds columns 8 n + 2 (lane % 4) and the next one of two rows, as `rescale` has them.
     """
-    wide = gl.zeros_like(u).to(gl.int32)
+    wide = gl.full(u.shape, 0, gl.int32, u.type.layout)
     text: gl.constexpr = _cut_text(N, BELOW)
     operands: gl.constexpr = _cut_operands(N)
     return gl.inline_asm_elementwise(
