@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +11,7 @@ import torch
 from tilewise.backends.triton.compile import POINTERS, Build, Launcher
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 def descriptor_type(dtype: torch.dtype, block: Sequence[int]) -> str:
@@ -23,6 +25,19 @@ def shared_layout(dtype: torch.dtype, block: Sequence[int]) -> Any:
 
     kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
     return gl.NVMMASharedLayout.get_default_for(list(block), kinds[dtype])
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without Python's collector, which would look through all that a process holds several times while a kernel is
+    read, and finds nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def compile_gluon(kernel: Any, build: Build, target: Any = None) -> Any:
@@ -43,7 +58,8 @@ def compile_gluon(kernel: Any, build: Build, target: Any = None) -> Any:
     attributes = {(n,): [["tt.divisibility", 16]] for n in build.aligned}
     options = {"num_warps": build.warps, "maxnreg": build.registers or None, "enable_fp_fusion": False}
     source = GluonASTSource(kernel, signature, values, attributes)
-    return triton.compile(source, target=target, options=options)
+    with uncollected():
+        return triton.compile(source, target=target, options=options)
 
 
 class GluonLauncher(Launcher):
