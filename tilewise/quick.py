@@ -2,13 +2,15 @@
 
 Validation, text and dispatch depend on everything about a call but the tensors' contents and addresses. So the
 first call of a kind goes the long way; then its backend may `prepare` a function for its like, found here by a
-key of shapes, strides, types, devices, the spec's text and numbers, and the options. What is not plain (compiled or
+key of shapes, strides, types, devices, the spec's text and numbers, and the options. Where one kind follows itself
+even that is not asked: torch compares the tensors with those of the last call. What is not plain (compiled or
 transformed code, tensors that autocast converts, tensor subclasses, dropout, offsets in tensors, numbers that memory
 does not hold as they are) always goes the long way.
 """
 
 from __future__ import annotations
 
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,7 +24,7 @@ from tilewise.spec.masks import as_mask
 from tilewise.spec.scores import ScoreTerm, as_terms
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tilewise.backends.protocol import Prepared
     from tilewise.written import Written
@@ -111,8 +113,87 @@ class Ready(NamedTuple):
     numbers: Numbers
 
 
-ready: dict[tuple[Any, ...] | None, Ready | None] = {}
-"""By key; None for a kind that has no short way."""
+class Repeated(NamedTuple):
+    """A kind of call that came twice in a row. same: whether tensors are like those of that call; differentiable:
+    whether one of them requires a gradient."""
+
+    same: Callable[[Tensor, Tensor, Tensor], bool]
+    mask: Any
+    scores: Any
+    scale: Any
+    options: tuple[Any, ...]
+    version: int
+    found: Ready
+    differentiable: bool
+
+
+class Kinds(dict[tuple[Any, ...] | None, Ready | None]):
+    """The kinds of calls by key; None for one that has no short way. before: the kind of the last call that was looked
+    up, last: what to compare the next one with."""
+
+    before: Ready | None = None
+    last: Repeated | None = None
+
+    def clear(self) -> None:
+        """Forget all kinds."""
+        super().clear()
+        self.before = self.last = None
+
+
+ready = Kinds()
+
+
+def repeated(
+    q: Any, k: Any, v: Any, mask: Any, scores: Any, sink: Any, scale: Any, options: tuple[Any, ...]
+) -> Repeated | None:
+    """The kind of the last call, where this one is like it and has no tensors but q, k and v: a third of what a key
+    takes."""
+    if is_compiling():  # compiled code must not see the table
+        return None
+    last = ready.last
+    if (
+        last is None
+        or sink is not None
+        or mask is not last.mask
+        or scores is not last.scores
+        or last.version != registry.version
+        or forward_ad._current_level >= 0
+    ):
+        return None
+    # Numbers that are equal may be of a type that is refused: True, 1.0, a tensor.
+    if scale is not last.scale and not (type(scale) is float and scale == last.scale):
+        return None
+    return last if all(map(is_, options, last.options)) and last.same(q, k, v) else None
+
+
+def notice(
+    found: Ready, q: Tensor, k: Tensor, v: Tensor, mask: Any, scores: Any, extra: Sequence[Tensor], scale: Any,
+    options: tuple[Any, ...],
+) -> None:  # fmt: skip
+    """Remember a call of a known kind, the tensors of its mask and scores beside it; the second in a row makes it what
+    the next one is compared with."""
+    if ready.before is not found:
+        ready.before = found
+        return
+    if extra or type(scores) is list or (ready.last is not None and ready.last.found is found):
+        return
+    tensors = (q, k, v)
+    if is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
+        return
+    try:
+        # The comparison of torch.compile's guards: type, dtype, device, shape, strides, whether a gradient is required,
+        # and all that changes what a call means, such as transforms and modes.
+        from torch._C._dynamo.guards import TensorGuards
+
+        same = TensorGuards(
+            *tensors,
+            dynamic_dims_sizes=[list(t.shape) for t in tensors],
+            dynamic_dims_strides=[list(t.stride()) for t in tensors],
+        ).check
+    except (ImportError, TypeError, SystemError):  # not an interface that torch promises
+        return
+    differentiable = any([t.requires_grad for t in tensors])
+    ready.last = Repeated(same, mask, scores, scale, options, registry.version, found, differentiable)
 
 
 def key_of(
