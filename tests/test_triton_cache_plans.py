@@ -80,6 +80,27 @@ def test_rows_are_found_with_32_bits_where_none_lies_farther(apart, kind):
     )
 
 
+def test_reciprocals_divide_as_division_does():
+    from tilewise.backends.triton.decode_plan import reciprocal
+
+    for n in (2, 3, 5, 7, 8, 31, 33, 96, 127, 128, 1000, 65535):
+        most = (2**32 - 1) // n  # beyond it `divides_quickly` says no
+        near = [most // n * n + d for d in (-1, 0, 1)] + [most - 1, most]
+        assert all(x * reciprocal(n) >> 32 == x // n for x in [*range(min(4 * n, most)), *near] if x <= most)
+
+
+def test_numbers_too_large_for_reciprocals_are_divided():
+    from tilewise.backends.triton.decode_plan import divides_quickly, plan_of
+    from tilewise.backends.triton.machine import Machine
+
+    machine = Machine("cuda", 90, 232448, 132)
+    for batch, heads, quick in ((8, 8, True), (2**20, 128, False)):
+        problem = cached_problem(Shape(batch, heads, heads, 1, 1024, 64, 64))
+        assert divides_quickly(problem, plan_of(problem, machine)) == quick
+    chunk = cached_problem(Shape(1, 32, 8, 512, 1024, 64, 64))
+    assert not divides_quickly(chunk, plan_of(chunk, machine))  # a head has several tiles of rows
+
+
 def test_explain_says_who_reads_caches_on_hopper():
     pool = torch.empty(40, 2, 16, 64, dtype=torch.bfloat16, device="meta")
     plan = tw.explain(
