@@ -107,12 +107,13 @@ def attention(
             backend,
             allow_quadratic,
         )
-        last = quick.repeated(q, k, v, mask, scores, sink, scale, options[1:])
+        spec = (mask, scores, sink)
+        last = quick.repeated(q, k, v, spec, options)
         if last is not None:
             if last.differentiable:
                 return quick.run(last.found, (q, k, v), (), return_lse)
-            result, lse = last.found.run(q, k, v, (), return_lse)
-            return (result, lse) if return_lse else result
+            pair = last.found.run(q, k, v, (), return_lse)
+            return pair if return_lse else pair[0]
         key, extra = quick.key_of(q, k, v, mask, scores, sink, options)
         # Compiled code has no key, and must not see the table: torch 2.5 would compile anew whenever it grows.
         try:
@@ -120,7 +121,7 @@ def attention(
         except TypeError:  # what cannot be hashed is refused below
             key = found = None
         if found is not None:
-            quick.notice(found, q, k, v, mask, scores, extra, scale, options[1:])
+            quick.notice(found, (q, k, v), spec, extra, options)
             return quick.run(found, (q, k, v), extra, return_lse)
     written = write(
         (q, k, v), None, mask=mask, scores=scores, sink=sink, dropout=dropout, seed=seed, scale=scale,

@@ -143,31 +143,30 @@ class Kinds(dict[tuple[Any, ...] | None, Ready | None]):
 ready = Kinds()
 
 
-def repeated(
-    q: Any, k: Any, v: Any, mask: Any, scores: Any, sink: Any, scale: Any, options: tuple[Any, ...]
-) -> Repeated | None:
+def repeated(q: Any, k: Any, v: Any, spec: tuple[Any, Any, Any], options: tuple[Any, ...]) -> Repeated | None:
     """The kind of the last call, where this one is like it and has no tensors but q, k and v: a third of what a key
-    takes."""
+    takes. spec: mask, scores, sink; options: as in `key_of`."""
     if is_compiling():  # compiled code must not see the table
         return None
     last = ready.last
     if (
         last is None
-        or sink is not None
-        or mask is not last.mask
-        or scores is not last.scores
+        or spec[2] is not None
+        or spec[0] is not last.mask
+        or spec[1] is not last.scores
         or last.version != registry.version
         or forward_ad._current_level >= 0
     ):
         return None
     # Numbers that are equal may be of a type that is refused: True, 1.0, a tensor.
+    scale = options[0]
     if scale is not last.scale and not (type(scale) is float and scale == last.scale):
         return None
-    return last if all(map(is_, options, last.options)) and last.same(q, k, v) else None
+    return last if all(map(is_, options[1:], last.options)) and last.same(q, k, v) else None
 
 
 def notice(
-    found: Ready, q: Tensor, k: Tensor, v: Tensor, mask: Any, scores: Any, extra: Sequence[Tensor], scale: Any,
+    found: Ready, tensors: tuple[Tensor, Tensor, Tensor], spec: tuple[Any, Any, Any], extra: Sequence[Tensor],
     options: tuple[Any, ...],
 ) -> None:  # fmt: skip
     """Remember a call of a known kind, the tensors of its mask and scores beside it; the second in a row makes it what
@@ -175,25 +174,28 @@ def notice(
     if ready.before is not found:
         ready.before = found
         return
+    mask, scores, _ = spec
     if extra or type(scores) is list or (ready.last is not None and ready.last.found is found):
         return
-    tensors = (q, k, v)
-    if is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
+    if is_autocast_enabled("cuda" if tensors[0].is_cuda else "cpu"):
         return
     try:
         # The comparison of torch.compile's guards: type, dtype, device, shape, strides, whether a gradient is required,
         # and all that changes what a call means, such as transforms and modes.
-        from torch._C._dynamo.guards import TensorGuards
+        from torch._C._dynamo import guards
 
-        same = TensorGuards(
+        make: Any = guards.TensorGuards
+        same = make(
             *tensors,
             dynamic_dims_sizes=[list(t.shape) for t in tensors],
             dynamic_dims_strides=[list(t.stride()) for t in tensors],
         ).check
-    except (ImportError, TypeError, SystemError):  # not an interface that torch promises
+    except (ImportError, AttributeError, TypeError, SystemError):  # not an interface that torch promises
         return
     differentiable = any([t.requires_grad for t in tensors])
-    ready.last = Repeated(same, mask, scores, scale, options, registry.version, found, differentiable)
+    ready.last = Repeated(
+        same, mask, scores, options[0], options[1:], registry.version, found, differentiable
+    )
 
 
 def key_of(
