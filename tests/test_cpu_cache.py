@@ -183,6 +183,59 @@ def test_bits_do_not_depend_on_pages_neighbours_or_threads() -> None:
         torch.set_num_threads(before)
 
 
+def many_heads(size: int, dtype: torch.dtype, tokens_first: bool) -> tuple[CacheView, list[CacheView]]:
+    """Three sequences of eight KV heads of 64 in small pages, and each of them in one piece; what is unused is NaN."""
+    lengths = [700, 33, 520]
+    each = 704 // size + 1
+    table = torch.randperm(3 * each + 2)[: 3 * each].view(3, each).to(torch.int32)
+    shape = (3 * each + 2, size, 8, 64) if tokens_first else (3 * each + 2, 8, size, 64)
+    pools = [torch.full(shape, math.nan, dtype=dtype) for _ in "kv"]
+    pools = [t.transpose(1, 2) if tokens_first else t for t in pools]
+    alone = []
+    for b, n in enumerate(lengths):
+        j = torch.arange(n)
+        page, row = table[b, j // size].long(), j % size
+        pair = [torch.randn(n, 8, 64).to(dtype) for _ in "kv"]
+        for pool, t in zip(pools, pair, strict=True):
+            pool[page, :, row] = t
+        whole = [t.transpose(0, 1)[None].contiguous() for t in pair]
+        alone.append(CacheView(*whole, torch.tensor([n], dtype=torch.int32), trusted=True))
+    return CacheView(*pools, torch.tensor(lengths, dtype=torch.int32), table, trusted=True), alone
+
+
+@pytest.mark.usefixtures("no_second_run")
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("size, tokens_first", [(1, False), (3, False), (16, True)])
+def test_heads_that_lie_side_by_side_go_together(size: int, tokens_first: bool, dtype: torch.dtype) -> None:
+    view, alone = many_heads(size, dtype, tokens_first)
+    options = (*OPTIONS[:5], True, *OPTIONS[6:])
+    before = torch.get_num_threads()
+    try:
+        for heads, rows in ((32, 1), (8, 1), (8, 5), (64, 2)):
+            q = torch.randn(3, heads, rows, 64).to(dtype)
+            specs = ((tw.causal(), ()), (tw.window(300, 0), ()), (tw.causal(), (tw.softcap(3.0),)))
+            for mask, scores in specs if heads == 32 else specs[:1]:
+                found = []
+                for threads in (1, 2):
+                    torch.set_num_threads(threads)
+                    found.append(
+                        attend_view(view, q, None, (mask, scores, None), options, (0.0, None), False)[0]
+                    )
+                assert torch.equal(*found)
+                for b, one in enumerate(alone):
+                    k, v = one.k.double(), one.v.double()
+                    want = tw.attention(
+                        q[b : b + 1].double(), k, v, mask=mask, scores=scores, backend="naive"
+                    )
+                    close(found[0][b : b + 1], want)
+                    by_itself = attend_view(
+                        one, q[b : b + 1], None, (mask, scores, None), options, (0.0, None), False
+                    )
+                    assert torch.equal(by_itself[0], found[0][b : b + 1])
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_lengths_and_pages_outside_their_tensors_are_named() -> None:
     pool, q = Pool([100, 90], 16), torch.randn(2, 8, 1, 32)
 

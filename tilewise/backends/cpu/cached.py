@@ -57,7 +57,8 @@ class CachedForward:
             self._few = Forward(problem, inputs, (out, lse), slots, pieces(problem, inputs), True)
             self._out = (out.shape, out.stride(), out.dtype)
             self._chunk = launch.splits_of(problem, Piece.whole(problem), True)[1]
-            self._units = s.num_heads_kv if launch.packs_rows(problem, True) else s.num_heads_q
+            units = s.num_heads_kv if launch.packs_rows(problem, True) else s.num_heads_q
+            self._units = units // self._few.together
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor], want_lse: bool

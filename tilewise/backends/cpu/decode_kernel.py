@@ -1,13 +1,14 @@
-"""The tile loops for few rows of q over long keys: one task is a segment, a KV head and one split of its keys.
+"""The tile loops for few rows of q over long keys: one task is a segment, a KV head and one split of its keys, or
+several heads where their rows of a few keys lie side by side in memory, and those of one head far apart.
 
 All rows of the head's group go together, so that k and v are read once; lanes are the numbers of a head, and both
 products read whole rows in order. Loop order: keys inner; (m, l, acc) stay in the thread's scratch:
 
     scores by key -> fold terms and, on PARTIAL tiles, the mask -> absorb
 
-Memory of a thread: q and acc, 16 x (D + D_v) float32, a tile of scores, and the addresses of a block's rows of k and
-v, which come from the table of pages where there is one. While one product reads, the rows of the next are asked for:
-the time is that of reading k and v.
+Memory of a thread: q and acc, 16 x (D + D_v) float32 a head, a tile of scores, and the addresses of a block's rows of
+k and v, which come from the table of pages where there is one. While one product reads, the rows of the next are asked
+for: the time is that of reading k and v.
 
 Source: Dao et al., Flash-Decoding, 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html: the keys are
 split, and the parts merged by their lse.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from numba import njit
+from numba import njit, types
 
 from tilewise.backends.cpu.forward_kernel import build_close
 from tilewise.backends.cpu.isa import LINE, STRIP
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 AHEAD = 4096
 """Bytes of k and of v asked for in advance: 2 to 8 KiB are equal within the noise of the measurement."""
+POSITION = LANES.numbers + 192
+"""Where a head's scratch holds the next key that it meets."""
 CLOSE, FEW = 4 * STRIP, 4 * ROWS
 """Bytes of a row of scores that no code of the spec folds, and of weights; FEW where there are ROWS rows at most."""
 MOST_AHEAD = 64
@@ -47,18 +50,84 @@ SCORED = 16
 
 
 @kernel
-def build_absorb(isa: Isa, micro: RowMicro, loops: Loops) -> Any:
-    """absorb(...): one block of keys into (m, l, acc) of the rows."""
+def build_parts(isa: Isa, micro: RowMicro, loops: Loops) -> tuple[Any, Any, Any]:
+    """What is done with a block of keys: score(...), weigh(...), add(...)."""
     lanes, size = isa.lanes, micro.size
     scores_4, scores_1 = micro.scores(ROWS), micro.scores(1)
     weighted_4, weighted_1 = micro.weighted(ROWS), micro.weighted(1)
     peak, advance, weigh_vector = micro.peak, micro.advance, micro.weigh_vector
     peak_few, weigh_few = micro.peak_few, micro.weigh_few
-    drop, fill = loops.drop, loops.fill
+    fill = loops.fill
+
+    @njit(**JIT)
+    def score(a, tiles, s_row, source, asked, n, rows):
+        """Scores of n keys: tiles = (q, acc, s, bytes of a row of q, of acc); source, asked = (addresses of rows, what
+        is added to them)."""
+        q, _, s, q_row, _ = tiles
+        dim = load_i64(a, P.head_dim)
+        lines = (dim * size + LINE - 1) // LINE
+        # Rows of k that several groups of rows of q meet stay in the first-level cache between them.
+        step = n if rows <= ROWS else SCORED
+        for j in range(0, n, step):
+            part, at, to, ask = min(step, n - j), source[0] + j * 8, s + j * s_row, asked[0] + j * 8
+            for r in range(0, rows, ROWS):
+                more = lines if r == 0 else 0
+                from_q, to_s = q + r * q_row, to + r * 4
+                # Where one row is left, three quarters of a step would be idle.
+                if rows - r == 1:
+                    scores_1(at, source[1], part, from_q, q_row, dim, to_s, s_row, ask, asked[1], more)
+                else:
+                    scores_4(at, source[1], part, from_q, q_row, dim, to_s, s_row, ask, asked[1], more)
+
+    @njit(**JIT)
+    def weigh(w, s, s_row, p_row, n, rows, topped):
+        """Weights in place of n scores, m, l and alpha moved on; topped: whether their largest are known."""
+        if not topped and s_row == FEW:
+            peak_few(s, w + LANES.top, n)
+        elif not topped:
+            for x in range(0, rows, lanes):
+                peak(s + x * 4, s_row, w + LANES.top + x * 4, n)
+        for x in range(0, rows, lanes):
+            at = w + x * 4
+            advance(at + LANES.top, at + LANES.m, at + LANES.pivot, at + LANES.l, at + LANES.alpha)
+            if s_row != FEW:
+                # Rows that are closer lie before those they come from.
+                weigh_vector(s + x * 4, s_row, s + x * 4, p_row, at + LANES.pivot, at + LANES.l, n)
+        if s_row == FEW:
+            weigh_few(s, w + LANES.pivot, w + LANES.l, n)
+
+    @njit(**JIT)
+    def add(a, w, tiles, p, p_row, source, asked, n, rows):
+        """The rows of v of at most `span_of` keys times their weights to acc; alpha is 1 after that."""
+        _, acc, _, _, acc_row = tiles
+        (v, v_off), (ask, ask_off) = source, asked
+        dim_v, alpha = load_i64(a, P.head_dim_v), w + LANES.alpha
+        lines = (dim_v * size + LINE - 1) // LINE
+        for r in range(0, rows, ROWS):
+            more, to, factor, from_p = lines if r == 0 else 0, acc + r * acc_row, alpha + r * 4, p + r * 4
+            if rows - r == 1:
+                weighted_1(v, v_off, n, from_p, p_row, factor, to, acc_row, dim_v, ask, ask_off, more)
+            else:
+                weighted_4(v, v_off, n, from_p, p_row, factor, to, acc_row, dim_v, ask, ask_off, more)
+        fill(alpha, STRIP, f32(1.0))
+
+    return score, weigh, add
+
+
+@kernel
+def build_absorb(isa: Isa, micro: RowMicro, loops: Loops) -> tuple[Any, Any]:
+    """absorb(...): one block of keys into (m, l, acc) of the rows of a head; absorb_heads(...): of several heads."""
+    size, drop = micro.size, loops.drop
+    score, weigh, add = build_parts(isa, micro, loops)
 
     @njit(**JIT)
     def rows_ahead(row):
         return max(1, min(AHEAD // row, MOST_AHEAD))
+
+    @njit(**JIT)
+    def span_of(a):
+        """Keys at once, few, so that their rows of v are in the first-level cache for every column."""
+        return max(SPAN // (load_i64(a, P.head_dim_v) * size), 8)
 
     @njit(**JIT)
     def hidden(s, key, rows):
@@ -72,27 +141,14 @@ def build_absorb(isa: Isa, micro: RowMicro, loops: Loops) -> Any:
     def absorb(a, w, seg, tiles, run, sources, rows):
         """tiles = (q, acc, s, bytes of a row of q, of acc); run = (class, first key, keys);
         sources = (addresses of the rows of k, of v)."""
-        q, acc, s, q_row, acc_row = tiles
-        k, v = sources
-        n = run[2]
+        s, (k, v), n = tiles[2], sources, run[2]
         fold = load_i64(a, P.fold_full) if run[0] == FULL else load_i64(a, P.fold_partial)
         drops = load_i64(a, P.dropout)
         close = FEW if rows <= ROWS else CLOSE
         s_row, p_row = ROW if fold or drops else close, ROW if drops else close
-        dim, dim_v = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v)
-        ahead, ahead_v = rows_ahead(dim * size), rows_ahead(dim_v * size)
-        lines, lines_v = (dim * size + LINE - 1) // LINE, (dim_v * size + LINE - 1) // LINE
-        # Rows of k that several groups of rows of q meet stay in the first-level cache between them.
-        step = n if rows <= ROWS else SCORED
-        for j in range(0, n, step):
-            part, from_k, to = min(step, n - j), k + j * 8, s + j * s_row
-            for r in range(0, rows, ROWS):
-                asked = lines if r == 0 else 0
-                # Where one row is left, three quarters of a step would be idle.
-                if rows - r == 1:
-                    scores_1(from_k, part, q + r * q_row, q_row, dim, to + r * 4, s_row, ahead, asked)
-                else:
-                    scores_4(from_k, part, q + r * q_row, q_row, dim, to + r * 4, s_row, ahead, asked)
+        ahead = rows_ahead(load_i64(a, P.head_dim) * size)
+        ahead_v = rows_ahead(load_i64(a, P.head_dim_v) * size)
+        score(a, tiles, s_row, (k, 0), (k + ahead * 8, 0), n, rows)
         first = 0
         if fold:
             call_fold(fold, load_i64(a, P.spec), w, s, w + LANES.top, n, run[1], 1)
@@ -103,39 +159,124 @@ def build_absorb(isa: Isa, micro: RowMicro, loops: Loops) -> Any:
                 while first < n and hidden(s, first, rows):
                     first += 1
                 n -= first
-        elif s_row == FEW:
-            peak_few(s, w + LANES.top, n)
-        else:
-            for x in range(0, rows, lanes):
-                peak(s + x * 4, s_row, w + LANES.top + x * 4, n)
         s += first * s_row
-        p = s  # rows that are closer lie before those they come from
-        for x in range(0, rows, lanes):
-            at = w + x * 4
-            advance(at + LANES.top, at + LANES.m, at + LANES.pivot, at + LANES.l, at + LANES.alpha)
-            if s_row != FEW:
-                weigh_vector(s + x * 4, s_row, p + x * 4, p_row, at + LANES.pivot, at + LANES.l, n)
-        if s_row == FEW:
-            weigh_few(s, w + LANES.pivot, w + LANES.l, n)
+        weigh(w, s, s_row, p_row, n, rows, fold != 0)
         if drops:
             drop(a, w, seg, s, run[1] + first, n, 1)
         v += first * 8
-        span = max(SPAN // (dim_v * size), 8)
+        span = span_of(a)
         j = 0
         while j == 0 or j < n:
-            # Few keys at once, so that their rows of v are in the first-level cache for every column.
-            part = min(span, n - j)
-            for r in range(0, rows, ROWS):
-                to, from_p, alpha = acc + r * acc_row, p + j * p_row + r * 4, w + LANES.alpha + r * 4
-                asked = lines_v if r == 0 else 0
-                if rows - r == 1:
-                    weighted_1(v + j * 8, part, from_p, p_row, alpha, to, acc_row, dim_v, ahead_v, asked)
-                else:
-                    weighted_4(v + j * 8, part, from_p, p_row, alpha, to, acc_row, dim_v, ahead_v, asked)
-            fill(w + LANES.alpha, STRIP, f32(1.0))
+            at = v + j * 8
+            add(a, w, tiles, s + j * p_row, p_row, (at, 0), (at + ahead_v * 8, 0), min(span, n - j), rows)
             j += span
 
-    return absorb
+    @njit(**JIT)
+    def absorb_heads(a, w, heads, tiles, n, sources, rows):
+        """n keys that all rows of several heads see, whose rows are read in the order in which they lie: heads =
+        (their number, bytes of a head's scratch, of its scores, keys that lie together); tiles as above, of the
+        first head."""
+        q, acc, s, q_row, acc_row = tiles
+        together, each, s_each, chunk = heads
+        k, v = sources
+        s_row, span = FEW if rows <= ROWS else CLOSE, span_of(a)
+        k_h, v_h = load_i64(a, P.k_h), load_i64(a, P.v_h)
+        for c in range(0, n, chunk):
+            end = min(c + chunk, n)
+            for t in range(together):
+                at = (q + t * each, acc, s + t * s_each + c * s_row, q_row, acc_row)
+                # Beside the rows of a head those of the next one are asked for, in the end the next keys'.
+                last = t + 1 == together
+                beside = (k + (end if last else c) * 8, types.int64(0) if last else (t + 1) * k_h)
+                score(a, at, s_row, (k + c * 8, t * k_h), beside, end - c, rows)
+        for t in range(together):
+            weigh(w + t * each, s + t * s_each, s_row, s_row, n, rows, False)
+        for c in range(0, n, chunk):
+            end = min(c + chunk, n)
+            for t in range(together):
+                at = (q, acc + t * each, s, q_row, acc_row)
+                last = t + 1 == together
+                more, offset = v + (end if last else c) * 8, types.int64(0) if last else (t + 1) * v_h
+                for j in range(c, end, span):
+                    add(
+                        a, w + t * each, at, s + t * s_each + j * s_row, s_row, (v + j * 8, t * v_h),
+                        (more + (j - c) * 8, offset), min(span, end - j), rows,
+                    )  # fmt: skip
+
+    return absorb, absorb_heads, span_of
+
+
+@kernel
+def build_window(isa: Isa, micro: RowMicro, loops: Loops) -> Any:
+    """attend(...): all keys of a task."""
+    (absorb, absorb_heads, span_of), next_run = build_absorb(isa, micro, loops), loops.next_run
+    sources, rows_of = build_sources(micro)
+
+    @njit(**JIT)
+    def list_rows(a, seg, unit, keys, n, rows_k, rows_v):
+        head = unit if load_i64(a, P.packed) else unit // load_i64(a, P.group)
+        from_k, from_v = sources(a, seg, head)
+        rows_of(from_k, keys, n + MOST_AHEAD + 16, rows_k)
+        rows_of(from_v, keys, n + MOST_AHEAD + 16, rows_v)
+
+    @njit(**JIT)
+    def agreed(a, w, each, rows, key, end, block):
+        """Keys that all rows of all heads see from `key` on, as one run; 0 where the heads are not one."""
+        if load_i64(a, P.fold_full) | load_i64(a, P.dropout):
+            return 0
+        kind, n = next_run(a, w, rows, key, end, block)
+        if kind != FULL:
+            return 0
+        for t in range(1, load_i64(a, P.together)):
+            at = w + t * each
+            if load_i64(at + POSITION, 0) != key:
+                return 0
+            other, m = next_run(a, at, rows, key, end, block)
+            if other != FULL or m != n:
+                return 0
+        return n
+
+    @njit(**JIT)
+    def chunk_of(a):
+        """Keys of a head that lie together, in whole spans."""
+        span = span_of(a)
+        if load_i64(a, P.k_h) < load_i64(a, P.k_n):
+            return span
+        return max(min(load_i64(a, P.page_size), MOST_AHEAD) // span, 1) * span
+
+    @njit(**JIT)
+    def attend(a, w, seg, unit, rows, span, count, shared, tables):
+        """span = (first key, end); shared = (bytes of a head's scratch, of a row of q, of acc, scores, bytes of a
+        head's); tables = (room for addresses of rows of k, of v)."""
+        each, q_row, acc_row, s, s_each = shared
+        together, block = load_i64(a, P.together), load_i64(a, P.key_block)
+        behind = span[0]
+        while behind < span[1]:
+            n = agreed(a, w, each, rows, behind, span[1], block) if together > 1 else 0
+            q = w + LANES.tile
+            if n:
+                list_rows(a, seg, unit, (behind, span[1]), n, tables[0], tables[1])
+                tiles = (q, q + STRIP * q_row, s, q_row, acc_row)
+                absorb_heads(a, w, (together, each, s_each, chunk_of(a)), tiles, n, tables, count)
+            here, least = behind, span[1]
+            for t in range(together):
+                at = w + t * each
+                key = load_i64(at + POSITION, 0)
+                if n:
+                    key += n
+                elif key == here:
+                    q = at + LANES.tile
+                    kind, m = next_run(a, at, rows, key, span[1], block)
+                    if kind != EMPTY:
+                        list_rows(a, seg, unit + t, (key, span[1]), m, tables[0], tables[1])
+                        tiles = (q, q + STRIP * q_row, s, q_row, acc_row)
+                        absorb(a, at, seg, tiles, (kind, key, m), tables, count)
+                    key += m
+                store_i64(at + POSITION, 0, key)
+                least = min(least, key)
+            behind = least
+
+    return attend
 
 
 @kernel
@@ -143,76 +284,78 @@ def build_decode(isa: Isa, dtype: str) -> Any:
     """The worker for few rows of q: worker(parameters)."""
     micro = RowMicro(isa, dtype)
     loops = build_loops(isa, micro)
-    absorb, close_rows = build_absorb(isa, micro, loops), build_close(isa, micro)
-    segment_of, set_lanes, next_run, fill = loops.segment_of, loops.set_lanes, loops.next_run, loops.fill
-    pack_row, finish_narrow, finish_wide = micro.pack_row, micro.finish_row(dtype), micro.finish_row("fp32")
-    lanes, (sources, rows_of) = isa.lanes, build_sources(micro)
+    attend, close_rows = build_window(isa, micro, loops), build_close(isa, micro)
+    segment_of, set_lanes, fill, pack_row = loops.segment_of, loops.set_lanes, loops.fill, micro.pack_row
+    finish_narrow, finish_wide, lanes = micro.finish_row(dtype), micro.finish_row("fp32"), isa.lanes
 
     @njit(**JIT)
-    def attend(a, w, seg, rows, unit, keys, count):
-        """All blocks of the keys [keys[0], keys[1]) for the rows set up in the scratch."""
-        dim, dim_v, block = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v), load_i64(a, P.key_block)
-        q_row, acc_row = (dim + lanes - 1) // lanes * lanes * 4, (dim_v + lanes - 1) // lanes * lanes * 4
+    def begin(a, w, seg, unit, count, q_row, acc_row):
+        """(first, last row) of a head whose q, m, l and acc are set up in the scratch w."""
+        rows = set_lanes(a, w, seg, unit, 0, STRIP)
         q = w + LANES.tile
-        acc = q + STRIP * q_row
-        s = acc + STRIP * acc_row
-        scale = load_f32(a, 2 * P.scale)
-        for x in range((count + ROWS - 1) // ROWS * ROWS):
+        whole, scale = (count + ROWS - 1) // ROWS * ROWS, load_f32(a, 2 * P.scale)
+        for x in range(whole):
             # Rows past the last one are the last one again.
-            pack_row(load_i64(w + LANES.row_address, x), dim, q + x * q_row, scale)
-        fill(acc, (count + ROWS - 1) // ROWS * ROWS * (acc_row // 4), f32(0.0))
-        # Lanes that are no rows are read too. A split may end before the first key that is no padding.
-        most = max(min(block, keys[1] - keys[0]), 0)
+            pack_row(load_i64(w + LANES.row_address, x), load_i64(a, P.head_dim), q + x * q_row, scale)
+        fill(q + STRIP * q_row, whole * (acc_row // 4), f32(0.0))
+        fill(w + LANES.m, STRIP, f32(-math.inf))
+        fill(w + LANES.l, STRIP, f32(0.0))
+        return rows
+
+    @njit(**JIT)
+    def clear(a, s, keys):
+        """Lanes that are no rows are read too. A split may end before the first key that is no padding."""
+        most = max(min(load_i64(a, P.key_block), keys), 0)
         fill(s, most * STRIP, f32(0.0))
         if load_i64(a, P.fold_full) | load_i64(a, P.fold_partial) | load_i64(a, P.dropout):
             for x in range(most):
                 fill(s + x * ROW, STRIP, f32(0.0))
-        fill(w + LANES.m, STRIP, f32(-math.inf))
-        fill(w + LANES.l, STRIP, f32(0.0))
-        rows_k = s + (block + STRIP) * ROW
-        rows_v = rows_k + ADDRESSES
-        head = unit if load_i64(a, P.packed) else unit // load_i64(a, P.group)
-        from_k, from_v = sources(a, seg, head)
-        j = keys[0]
-        while j < keys[1]:
-            kind, n = next_run(a, w, rows, j, keys[1], block)
-            if kind != EMPTY:
-                rows_of(from_k, (j, keys[1]), n + MOST_AHEAD + 16, rows_k)
-                rows_of(from_v, (j, keys[1]), n + MOST_AHEAD + 16, rows_v)
-                absorb(a, w, seg, (q, acc, s, q_row, acc_row), (kind, j, n), (rows_k, rows_v), count)
-            j += n
-        return acc, acc_row
+
+    @njit(**JIT)
+    def finish(a, w, seg, split, count, acc_row, acc):
+        part, dim_v = close_rows(a, w, seg, split, count, 1), load_i64(a, P.head_dim_v)
+        wrong = 0
+        for x in range(count):
+            inverse, to = load_f32(w + LANES.inverse, x), load_i64(w + LANES.out_address, x)
+            if inverse == f32(0.0):
+                fill(acc + x * acc_row, acc_row // 4, f32(0.0))
+            if part or load_i64(a, P.wide_out):
+                wrong |= finish_wide(acc + x * acc_row, dim_v, inverse, to)
+            else:
+                wrong |= finish_narrow(acc + x * acc_row, dim_v, inverse, to)
+        if wrong:
+            store_i64(a, P.flag, 1)
 
     def decode(a):
         w = load_i64(a, P.scratch) + take(a + P.thread * 8) * load_i64(a, P.scratch_bytes)
-        group, packed, dim_v = load_i64(a, P.group), load_i64(a, P.packed), load_i64(a, P.head_dim_v)
+        group, together, block = load_i64(a, P.group), load_i64(a, P.together), load_i64(a, P.key_block)
+        q_row = (load_i64(a, P.head_dim) + lanes - 1) // lanes * lanes * 4
+        acc_row = (load_i64(a, P.head_dim_v) + lanes - 1) // lanes * lanes * 4
+        each, s_each = LANES.tile + STRIP * (q_row + acc_row), (block + STRIP) * CLOSE
+        s = w + together * each
+        rows_k = s + (block + STRIP) * ROW + together * s_each
+        tables = (rows_k, rows_k + ADDRESSES)
         while True:
             task = take(a + P.task * 8)
             if task >= load_i64(a, P.num_tasks):
                 break
             seg = segment_of(a, task)
-            splits, keys, chunk = (
-                load_i64(seg, SEGMENT.splits),
-                load_i64(seg, SEGMENT.keys),
-                load_i64(seg, SEGMENT.chunk),
-            )
-            count = load_i64(seg, SEGMENT.rows) * (group if packed else 1)
+            splits, chunk = load_i64(seg, SEGMENT.splits), load_i64(seg, SEGMENT.chunk)
+            count = load_i64(seg, SEGMENT.rows) * (group if load_i64(a, P.packed) else 1)
             local = task - load_i64(seg, SEGMENT.first_task)
-            split, unit = local % splits, local // splits
-            rows = set_lanes(a, w, seg, unit, 0, STRIP)
-            span = (max(split * chunk, load_i64(seg, SEGMENT.first)), min(keys, split * chunk + chunk))
-            acc, acc_row = attend(a, w, seg, rows, unit, span, count)
-            part = close_rows(a, w, seg, split, count, 1)
-            wrong = 0
-            for x in range(count):
-                inverse, to = load_f32(w + LANES.inverse, x), load_i64(w + LANES.out_address, x)
-                if inverse == f32(0.0):
-                    fill(acc + x * acc_row, acc_row // 4, f32(0.0))
-                if part or load_i64(a, P.wide_out):
-                    wrong |= finish_wide(acc + x * acc_row, dim_v, inverse, to)
-                else:
-                    wrong |= finish_narrow(acc + x * acc_row, dim_v, inverse, to)
-            if wrong:
-                store_i64(a, P.flag, 1)
+            split, unit = local % splits, local // splits * together
+            first, end = max(split * chunk, load_i64(seg, SEGMENT.first)), split * chunk + chunk
+            end = min(load_i64(seg, SEGMENT.keys), end)
+            rows = (0, 0)
+            for t in range(together):
+                rows = begin(a, w + t * each, seg, unit + t, count, q_row, acc_row)
+                store_i64(w + t * each + POSITION, 0, first)
+            clear(a, s, end - first)
+            for t in range(1, together):
+                fill(s + t * s_each, s_each // 4, f32(0.0))
+            attend(a, w, seg, unit, rows, (first, end), count, (each, q_row, acc_row, s, s_each), tables)
+            for t in range(together):
+                at = w + t * each
+                finish(a, at, seg, split, count, acc_row, at + LANES.tile + STRIP * q_row)
 
     return decode

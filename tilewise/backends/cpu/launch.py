@@ -47,6 +47,10 @@ asked for in time: with twice as many, 4096 keys of eight heads took 1 to 4 % lo
 CACHE_SPLIT = 2048
 """Most keys of a split of a cache: at a sixteenth of its capacity there are tasks for all threads still, and merging
 a part costs less than a hundredth of reading so many keys."""
+SHORT_RUN, MOST_TOGETHER = 1 << 10, 8
+"""Bytes of a head in one piece up to which heads go together, and the most heads of a task. Pages of one key of 256
+bytes take 0.69 to 0.75 of the time so; with pages of 16 and 64 keys nothing is won, and a tenth lost to changing heads
+(measured on Zen 3, at 4096 keys)."""
 LEAST_OF_PAIRS = 50_000
 """Multiply-adds that take as long as the smallest task on pairs: q, a group of keys and v are brought into whole tiles
 (2 us, measured on Emerald Rapids: eight heads of one row took 35 us on one thread)."""
@@ -103,11 +107,43 @@ def splits_of(problem: Problem, piece: Piece, decode: bool = False) -> tuple[int
     return max(1, -(-piece.keys // chunk)), chunk
 
 
+def together(problem: Problem, inputs: Inputs) -> int:
+    """KV heads of a task of decode: several where what one head reads at a stretch is short, a page of its keys or one
+    row, and lies beside that of the next head. The bits do not depend on it."""
+    s, size = problem.shape, problem.dtype.itemsize
+    _, head, row = (n * size for n in strides_kv(problem, inputs.k))
+    table = inputs.block_table
+    if head < row:
+        run = s.head_dim * size
+    elif table is not None and table.shape[1] > 1:
+        run = problem.page_size * row
+    else:
+        return 1
+    splits = splits_of(problem, Piece.whole(problem), True)[0]
+    tasks, found = max(s.batch, 1) * s.num_heads_kv * splits, 1
+    while (
+        run <= SHORT_RUN
+        and s.num_heads_kv % (2 * found) == 0
+        and found < MOST_TOGETHER
+        and tasks >= 4 * found * pool.num_threads()
+    ):
+        found *= 2
+    return found
+
+
 def key_block(problem: Problem, decode: bool) -> int:
     """Keys of a forward block."""
     if decode:
         return DECODE_BLOCK
     return pair_launch.KEY_BLOCK if uses_pairs(detect(), NAMES.get(problem.dtype, "")) else KEY_BLOCK
+
+
+def decode_scratch(problem: Problem, heads: int) -> int:
+    """Bytes of one thread's scratch of `decode_kernel` for tasks of so many KV heads."""
+    lanes, s = detect().lanes, problem.shape
+    rows = sum(-(-d // lanes) * lanes for d in (s.head_dim, s.head_dim_v))
+    each = LANES.tile + STRIP * rows * 4 + (DECODE_BLOCK + STRIP) * 4 * STRIP
+    return heads * each + (DECODE_BLOCK + STRIP) * 4 * BLOCK_ROWS + 16 * (DECODE_BLOCK + 64 + 64) + 1024
 
 
 def scratch_bytes(problem: Problem) -> int:
@@ -269,8 +305,10 @@ def lay_out(
 ) -> tuple[int, int]:
     """Write the segments; returns (tasks, largest number of splits)."""
     packed = packs_rows(problem, decode)
+    heads = together(problem, inputs) if decode else 1
     tables = class_tables(block, problem, inputs, found)
-    numbers, tasks, most, groups = segments_of(problem, found, tables, decode)
+    numbers, tasks, most, groups = segments_of(problem, found, tables, decode, heads=heads)
+    block.set(P.together, heads)
     rows = BLOCK_ROWS if decode else rows_of_task(problem, found, tasks)
     if rows < BLOCK_ROWS:
         numbers, tasks, most, groups = segments_of(problem, found, tables, decode, rows)
@@ -322,10 +360,11 @@ def segments_of(
     tables: list[tuple[int, int]],
     decode: bool,
     block_rows: int = BLOCK_ROWS,
+    heads: int = 1,
 ) -> tuple[list[int], int, int, int]:
     """(numbers of the segments, tasks, largest number of splits, groups of keys that are turned)."""
     packed = packs_rows(problem, decode)
-    units = problem.shape.num_heads_kv if packed else problem.shape.num_heads_q
+    units = (problem.shape.num_heads_kv if packed else problem.shape.num_heads_q) // heads
     numbers: list[int] = []
     tasks, most, groups = 0, 1, 0
     known: dict[tuple[int, int], tuple[int, int]] = {}

@@ -29,14 +29,14 @@ P = _slots(
     "do do_b do_h do_n dq dq_b dq_h dq_n dk dk_b dk_h dk_n dv dv_b dv_h dv_n dlse dlse_b dlse_h "
     "sink_rows sink_rows_b sink_rows_h "
     "exact heads heads_kv group head_dim head_dim_v packed wide_out total_rows block_rows key_block superblock "
-    "part_out part_lse part_dq dq_rows turned_v copied leaf_parts leaf_part_bytes page_size num_pages "
+    "part_out part_lse part_dq dq_rows turned_v copied leaf_parts leaf_part_bytes page_size num_pages together "
     "scale sink "
     "dropout threshold factor seed_low seed_high h_offset b_offset "
     "classify fold_full fold_partial slopes_full slopes_partial spec count",
 )
 """A call. classify, fold_*, slopes_*: addresses of the spec's code, 0 where the spec has none. turned_v: v turned
 for products of pairs, 0 where each block is turned when it is met. block_rows: rows of a task of the forward pass;
-dq_rows: rows of a block of dq. count: of the slots."""
+dq_rows: rows of a block of dq. together: KV heads of a task of decode. count: of the slots."""
 
 SEGMENT = _slots(
     "SEGMENT",

@@ -132,7 +132,9 @@ class Forward:
         # That of few rows is small whatever the keys.
         self._keeps_scratch = decode or work <= KEPT
         self._merged = block.values[P.num_segments] * s.num_heads_q
-        self._each = -(-launch.scratch_bytes(problem) // 64) * 64
+        least = launch.decode_scratch(problem, block.values[P.together]) if decode else 0
+        self._each = -(-max(least, launch.scratch_bytes(problem)) // 64) * 64
+        self.together = block.values[P.together]
         block.set(P.scratch_bytes, self._each)
         self._lse_shape = lse.shape
         self._values = bytes(block.values)

@@ -155,24 +155,25 @@ class RowMicro(Micro):
         return _emit(_void(3, f32), body, "row, dim, to, scale")
 
     def scores(self, rows: int) -> Any:
-        """scores(k, keys, q, q_row, dim, s, s_row, ahead, lines): s[key][row] = q[row] . k[key].
+        """scores(k, k_off, keys, q, q_row, dim, s, s_row, asked, asked_off, lines): s[key][row] = q[row] . k[key].
 
-        k: the rows' addresses, with `keys_at_once` and `ahead` more than there are keys. s needs room for
-        `keys_at_once` rows more. `lines` of the row `ahead` rows after the one that is read are asked for.
+        k: addresses of rows, which lie k_off bytes behind, `keys_at_once` more than there are keys; asked, asked_off:
+        as many, of which `lines` are asked for. s needs room for `keys_at_once` rows more.
         """
         together = keys_at_once(self.lanes, rows)
         unrolled = max(LINE // (self.lanes * self.size), 1)
 
-        def body(b, k, keys, q, q_row, dim, s, s_row, ahead, lines):
+        def body(b, k, k_off, keys, q, q_row, dim, s, s_row, asked, asked_off, lines):
             w = self.words(b)
             groups = b.sdiv(b.add(keys, I64(together - 1)), I64(together))
             from_q = [b.add(q, b.mul(q_row, I64(r))) for r in range(rows)]
             with cgutils.for_range(b, groups, intp=I64) as loop:
                 first = b.mul(loop.index, I64(together))
                 table = b.add(k, b.mul(first, I64(8)))
+                later = b.add(asked, b.mul(first, I64(8)))
                 for n in range(together):
-                    self._ask(b, w.load(b.add(table, b.mul(ahead, I64(8))), 8 * n, I64), lines)
-                source = [w.load(table, 8 * n, I64) for n in range(together)]
+                    self._ask(b, b.add(w.load(later, 8 * n, I64), asked_off), lines)
+                source = [b.add(w.load(table, 8 * n, I64), k_off) for n in range(together)]
                 sums = self._sums(w, together * rows)
                 for at, place, count, _ in self._chunks(b, dim, self._pieces(unrolled)):
                     from_k = [b.add(address, b.mul(at, I64(self.size))) for address in source]
@@ -190,7 +191,7 @@ class RowMicro(Micro):
                     w, [b.load(cell) for cell in sums], b.add(s, b.mul(first, s_row)), s_row, rows
                 )
 
-        return _emit(_void(9), body, "k, keys, q, q_row, dim, s, s_row, ahead, lines")
+        return _emit(_void(11), body, "k, k_off, keys, q, q_row, dim, s, s_row, asked, asked_off, lines")
 
     def _store_scores(self, w: Words, sums: list[ir.Value], to: ir.Value, s_row: ir.Value, rows: int) -> None:
         b = w.b
@@ -206,19 +207,18 @@ class RowMicro(Micro):
                 b.store(b.extract_element(total, I32(n)), w.address(to, place, F32), align=4)
 
     def weighted(self, rows: int) -> Any:
-        """weighted(v, keys, p, p_row, alpha, acc, acc_row, dim_v, ahead, lines): acc[row] = acc[row] alpha[row] +
-        sum_key p[key][row] v[key], the sum from zero. v: the rows' addresses; `lines` of the rows that are `ahead`
-        rows after those that are read are asked for.
+        """weighted(v, v_off, keys, p, p_row, alpha, acc, acc_row, dim_v, asked, asked_off, lines): acc[row] =
+        acc[row] alpha[row] + sum_key p[key][row] v[key], the sum from zero. v, v_off, asked, asked_off: as in `scores`.
         """
         wide = 8 // rows
 
-        def body(b, v, keys, p, p_row, alpha, acc, acc_row, dim_v, ahead, lines):
+        def body(b, v, v_off, keys, p, p_row, alpha, acc, acc_row, dim_v, asked, asked_off, lines):
             w = self.words(b)
             steps = b.sdiv(dim_v, I64(self.lanes * wide))
 
             def columns(at: ir.Value, place: ir.Value, count: int) -> None:
                 sums = self._sums(w, count * rows)
-                offset = b.mul(at, I64(self.size))
+                offset = b.add(b.mul(at, I64(self.size)), v_off)
                 with cgutils.for_range(b, keys, intp=I64) as key:
                     base = b.add(w.load(v, b.mul(key.index, I64(8)), I64), offset)
                     weights = b.add(p, b.mul(key.index, p_row))
@@ -240,11 +240,12 @@ class RowMicro(Micro):
                     # Every step asks for its share of the rows, in order.
                     first, end = (b.sdiv(b.mul(keys, n), steps) for n in (step, b.add(step, I64(1))))
                     with cgutils.for_range(b, b.sub(end, first), intp=I64) as turn:
-                        n = b.add(b.add(first, turn.index), ahead)
-                        self._ask(b, w.load(v, b.mul(n, I64(8)), I64), lines)
+                        n = b.mul(b.add(first, turn.index), I64(8))
+                        self._ask(b, b.add(w.load(asked, n, I64), asked_off), lines)
                 columns(at, place, count)
 
-        return _emit(_void(10), body, "v, keys, p, p_row, alpha, acc, acc_row, dim_v, ahead, lines")
+        arguments = "v, v_off, keys, p, p_row, alpha, acc, acc_row, dim_v, asked, asked_off, lines"
+        return _emit(_void(12), body, arguments)
 
     @functools.cached_property
     def peak(self) -> Any:
