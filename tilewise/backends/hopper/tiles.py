@@ -143,8 +143,15 @@ def shared_bytes(tiles: Tiles, pair: tuple[int, int]) -> int:
 
 
 def abreast(problem: Problem, packed: bool) -> int:
-    """Heads whose tiles run side by side, so that their keys and values stay in the second-level cache."""
+    """Heads whose tiles run side by side, so that their keys and values stay in the second-level cache.
+
+    Without a mask all tiles cost the same, and one head after another lets all multiprocessors read the same keys at
+    the same time, which takes less power: at D=128, N=16384 a long run holds 678 TFLOP/s at 1650 MHz, where four heads
+    abreast held 669 at 1635, with the same bits.
+    """
     s = problem.shape
+    if problem.spec.keep is None and problem.options.layout == "dense":
+        return 1 if packed else max(problem.group, 1)
     keys = s.seqlen_k if problem.options.layout == "dense" else -(-s.seqlen_k // max(s.batch, 1))
     each = max(keys * (s.head_dim + s.head_dim_v) * 2, 1)
     units = (1 if problem.options.layout == "varlen" else s.batch) * s.num_heads_kv
