@@ -108,7 +108,7 @@ def attention(
             allow_quadratic,
         )
         spec = (mask, scores, sink)
-        last = quick.repeated(q, k, v, spec, options)
+        last = quick.repeated((q, k, v), spec, options)
         if last is not None:
             if last.differentiable:
                 return quick.run(last.found, (q, k, v), (), return_lse)

@@ -113,56 +113,88 @@ class Ready(NamedTuple):
     numbers: Numbers
 
 
-class Repeated(NamedTuple):
-    """A kind of call that came twice in a row. same: whether tensors are like those of that call; differentiable:
-    whether one of them requires a gradient."""
-
-    same: Callable[[Tensor, Tensor, Tensor], bool]
-    mask: Any
-    scores: Any
-    scale: Any
-    options: tuple[Any, ...]
-    version: int
-    found: Ready
-    differentiable: bool
-
-
 class Kinds(dict[tuple[Any, ...] | None, Ready | None]):
     """The kinds of calls by key; None for one that has no short way. before: the kind of the last call that was looked
-    up, last: what to compare the next one with."""
+    up, last: what to compare the next one with. forgotten: how often all were forgotten."""
 
     before: Ready | None = None
-    last: Repeated | None = None
+    last: Like | None = None
+    forgotten = 0
 
     def clear(self) -> None:
         """Forget all kinds."""
         super().clear()
         self.before = self.last = None
+        self.forgotten += 1
 
 
 ready = Kinds()
 
 
-def repeated(q: Any, k: Any, v: Any, spec: tuple[Any, Any, Any], options: tuple[Any, ...]) -> Repeated | None:
-    """The kind of the last call, where this one is like it and has no tensors but q, k and v: a third of what a key
-    takes. spec: mask, scores, sink; options: as in `key_of`."""
+class Like:
+    """A call that others are compared with, whose spec holds no tensors: a third of what a key takes.
+
+    Torch compares what torch.compile's guards do: type, dtype, device, shape, strides, whether a gradient is required,
+    and all that changes what a call means, such as transforms and modes. Not to be made where autocast is on: its dtype
+    is not compared.
+    """
+
+    def __init__(
+        self, same: Callable[..., bool], spec: tuple[Any, Any, Any], options: tuple[Any, ...], found: Any
+    ) -> None:
+        self.same, self.found = same, found
+        self.mask, self.scores, _ = spec
+        self.scale, self.options = options[0], options[1:]
+        self.made = registry.version, ready.forgotten
+        self.differentiable = True
+
+    def __call__(
+        self, tensors: tuple[Any, ...], spec: tuple[Any, Any, Any], options: tuple[Any, ...]
+    ) -> bool:
+        """Whether a call is like this one. spec: mask, scores, sink; options: as in `key_of`."""
+        mask, scores, sink = spec
+        scale = options[0]
+        # Numbers that are equal may be of a type that is refused: True, 1.0, a tensor.
+        return (
+            sink is None
+            and mask is self.mask
+            and scores is self.scores
+            and (scale is self.scale or (type(scale) is float and scale == self.scale))
+            and all(map(is_, options[1:], self.options))
+            and forward_ad._current_level < 0
+            and self.made == (registry.version, ready.forgotten)
+            and self.same(*tensors)
+        )
+
+
+def like(
+    tensors: tuple[Tensor, ...], spec: tuple[Any, Any, Any], options: tuple[Any, ...], found: Any
+) -> Like | None:
+    """What calls are compared with that may be like this one; None where torch has no such comparison, or autocast is
+    on."""
+    if type(spec[1]) is list or spec[2] is not None:
+        return None
+    if is_autocast_enabled("cuda" if tensors[0].is_cuda else "cpu"):
+        return None
+    try:
+        from torch._C._dynamo import guards  # not an interface that torch promises
+
+        make: Any = guards.TensorGuards
+        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+        same = make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    except (ImportError, AttributeError, TypeError, SystemError):
+        return None
+    made = Like(same, spec, options, found)
+    made.differentiable = any([t.requires_grad for t in tensors])
+    return made
+
+
+def repeated(tensors: tuple[Any, ...], spec: tuple[Any, Any, Any], options: tuple[Any, ...]) -> Like | None:
+    """The last call, where this one is like it."""
     if is_compiling():  # compiled code must not see the table
         return None
     last = ready.last
-    if (
-        last is None
-        or spec[2] is not None
-        or spec[0] is not last.mask
-        or spec[1] is not last.scores
-        or last.version != registry.version
-        or forward_ad._current_level >= 0
-    ):
-        return None
-    # Numbers that are equal may be of a type that is refused: True, 1.0, a tensor.
-    scale = options[0]
-    if scale is not last.scale and not (type(scale) is float and scale == last.scale):
-        return None
-    return last if all(map(is_, options[1:], last.options)) and last.same(q, k, v) else None
+    return last if last is not None and last(tensors, spec, options) else None
 
 
 def notice(
@@ -173,29 +205,8 @@ def notice(
     the next one is compared with."""
     if ready.before is not found:
         ready.before = found
-        return
-    mask, scores, _ = spec
-    if extra or type(scores) is list or (ready.last is not None and ready.last.found is found):
-        return
-    if is_autocast_enabled("cuda" if tensors[0].is_cuda else "cpu"):
-        return
-    try:
-        # The comparison of torch.compile's guards: type, dtype, device, shape, strides, whether a gradient is required,
-        # and all that changes what a call means, such as transforms and modes.
-        from torch._C._dynamo import guards
-
-        make: Any = guards.TensorGuards
-        same = make(
-            *tensors,
-            dynamic_dims_sizes=[list(t.shape) for t in tensors],
-            dynamic_dims_strides=[list(t.stride()) for t in tensors],
-        ).check
-    except (ImportError, AttributeError, TypeError, SystemError):  # not an interface that torch promises
-        return
-    differentiable = any([t.requires_grad for t in tensors])
-    ready.last = Repeated(
-        same, mask, scores, options[0], options[1:], registry.version, found, differentiable
-    )
+    elif not extra and (ready.last is None or ready.last.found is not found):
+        ready.last = like(tensors, spec, options, found)
 
 
 def key_of(

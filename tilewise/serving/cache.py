@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilewise import checks, memory
 from tilewise.errors import OptionError, ShapeError, message
+from tilewise.quick import Like, like
 from tilewise.serving.books import as_numbers
 
 if TYPE_CHECKING:
@@ -37,8 +38,9 @@ class CacheView:
         k_scale, v_scale: (H_kv,) or (P, H_kv) float32 factors of what is stored, None: 1.
         trusted: whether whoever made the view guarantees room and pages, so that a call looks at neither.
 
-    kind: a number that views of the same shapes, strides, types and device share. forms: what is known of appends by
-    their shapes: that they fit, and a quick way to do them or None.
+    attended, checked: what the next call is compared with, of those that were attended and of those that were found
+    right. kind: a number that views of the same shapes, strides, types and device share. forms: what is known of
+    appends by their shapes: that they fit, and a quick way to do them or None.
     """
 
     def __init__(
@@ -59,6 +61,9 @@ class CacheView:
     def _learn(self) -> None:
         self.device, self.plain = self.k.device, type(self.k) in PLAIN and type(self.v) in PLAIN
         self.forms: dict[tuple[Any, ...], Any] = {}
+        self.attended: Like | None = None
+        self.checked: Like | None = None
+        self._before: Any = None
         self.kind = UNKNOWN if torch.compiler.is_compiling() else self._kind()
 
     def _kind(self) -> int:
@@ -70,6 +75,12 @@ class CacheView:
                 _kinds.clear()
             found = _kinds[kind] = next(_numbers)
         return found
+
+    def notice(self, found: Any, q: Tensor, spec: tuple[Any, Any, Any], options: tuple[Any, ...]) -> None:
+        """Remember a call of a known kind; the second in a row makes it what the next one is compared with."""
+        if self._before is found:
+            self.attended = like((q,), spec, options, found)
+        self._before, self.checked = found, None
 
     @property
     def batch(self) -> int:

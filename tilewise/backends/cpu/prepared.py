@@ -35,6 +35,7 @@ SMALL = 4096
 PARTS = 1 << 18
 """float32 of the parts of a split call up to which a block keeps memory for them."""
 _Q, _K, _V, _OUT, _LSE, _SPEC = P.q, P.k, P.v, P.out, P.lse, P.spec
+_SEGMENTS, _NUM_SEGMENTS = P.segments, P.num_segments
 _TASK, _THREAD, _FLAG, _SCRATCH, _NUM_TASKS = P.task, P.thread, P.flag, P.scratch, P.num_tasks
 _free_scratch: dict[int, list[tuple[Tensor, int]]] = {}
 """(memory, its first whole line) by size in bytes. What a run takes is its own until it puts it back."""
@@ -260,6 +261,66 @@ class Forward:
                     merger(block.address)  # type: ignore[misc]
                 else:
                     launcher(merge, block.address, min(threads, get_num_threads()), 0)
+            finite = values[_FLAG] == 0
+            scratches.append(scratch)
+            blocks.append(block)
+            return finite
+
+        return run
+
+    def short_over(
+        self,
+    ) -> Callable[[tuple[Tensor, Tensor, Tensor], Tensor, Tensor | None, Segments], bool] | None:
+        """`short` for sequences that come with each run."""
+        large = self._lse_shape.numel() > SMALL or not self._keeps_scratch
+        if large or self._turn_tasks or self._leaf_at or self._with_sink or self._copied:
+            return None
+        threads = min(max(pool.num_threads(), os.cpu_count() or 1), self._most_threads)
+        launcher = pool.launcher() if threads > 1 else None
+        if threads > 1 and launcher is None:
+            return None
+        function, worker, combine = self._forward, pool.worker(self._forward), self._combine
+        blocks, size, make, heads = self._free, self._each * threads, self._make, self._heads
+        scratches = _free_scratch.setdefault(size, [])
+        lse_shape, get_num_threads, set_parts = self._lse_shape, torch.get_num_threads, self._set_parts
+
+        def run(qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor | None, found: Segments) -> bool:
+            numbers, tasks, splits, _ = found
+            if not tasks:
+                return True
+            try:
+                block = blocks.pop()
+            except IndexError:
+                block = make()
+            if lse is None:
+                lse = block.lse
+                if lse is None:
+                    lse = block.lse = torch.empty(lse_shape, dtype=torch.float32, device="cpu")
+            try:
+                scratch = scratches.pop()
+            except IndexError:
+                scratch = _new_scratch(size)
+            values = block.values
+            values[_Q], values[_K], values[_V] = [t.data_ptr() for t in qkv]
+            values[_OUT], values[_LSE], values[_SCRATCH] = out.data_ptr(), lse.data_ptr(), scratch[1]
+            values[_SEGMENTS] = numbers.buffer_info()[0]
+            count = values[_NUM_SEGMENTS] = len(numbers) // SEGMENT.size
+            values[_TASK] = values[_THREAD] = values[_FLAG] = 0
+            values[_NUM_TASKS] = tasks
+            parts = set_parts(block, splits) if splits > 1 else None
+            used = 1 if launcher is None or pool.is_forked() else min(threads, get_num_threads(), tasks)
+            if used > 1:
+                launcher(function, block.address, used, 0)  # type: ignore[misc]
+            else:
+                worker(block.address)
+            if parts is not None:
+                merge = combine()
+                values[_TASK] = values[_THREAD] = 0
+                values[_NUM_TASKS] = count * heads
+                if used > 1:
+                    launcher(merge, block.address, used, 0)  # type: ignore[misc]
+                else:
+                    pool.worker(merge)(block.address)
             finite = values[_FLAG] == 0
             scratches.append(scratch)
             blocks.append(block)
