@@ -130,6 +130,27 @@ def product_of(a_s, a, b_s, b, N: gl.constexpr, W: gl.constexpr, LAYOUT: gl.cons
 
 
 @gluon.jit
+def operands_of(a_s, a, N: gl.constexpr, W: gl.constexpr, LAYOUT: gl.constexpr):
+    """N chunks of 64 rows as left operands in registers, of products that lie there as LAYOUT."""
+    made = ()
+    for c in gl.static_range(N):
+        made = made + (a_s.index(a + c).reshape([64, W]).load(gl.DotOperandLayout(0, LAYOUT, 2)),)
+    return made
+
+
+@gluon.jit
+def product_with(a, b_s, b, N: gl.constexpr, W: gl.constexpr, LAYOUT: gl.constexpr):
+    """Issue A B^T over N chunks of 64 rows, of which those of A lie in registers."""
+    zeros = gl.zeros([64, 64], gl.float32, LAYOUT)
+    s = warpgroup_mma(
+        a[0], b_s.index(b).reshape([64, W]).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    for c in gl.static_range(1, N):
+        s = warpgroup_mma(a[c], b_s.index(b + c).reshape([64, W]).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
 def add_products(sums, a, b_s, b, N: gl.constexpr, W: gl.constexpr):
     """Issue sums += A B, a chunk of 64 rows of B for each of them."""
     made = ()

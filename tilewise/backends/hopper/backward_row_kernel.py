@@ -28,68 +28,12 @@ from tilewise.backends.hopper.backward_rings import (
     note,
     number,
     product_of,
-    same,
     store_chunks,
     zeros_of,
 )  # fmt: skip
-from tilewise.backends.hopper.forward_place import offset_of, owner, sequence
-from tilewise.backends.hopper.plain import classify, derive, keep
+from tilewise.backends.hopper.forward_place import offset_of
 from tilewise.backends.hopper.rings import barriers, put, slots_of
-
-LOG2 = gl.constexpr(1.4426950408889634)
-FIELDS = gl.constexpr(9)
-"""Numbers that tell the consumers about the program's rows: blocks to come, b, head, first row in the sequence, its
-rows, its keys, its first row in the tensor, positions of its first row and key."""
-RING = gl.constexpr(4)
-BM = gl.constexpr(128)
-BN = gl.constexpr(64)
-
-
-@gluon.jit
-def row_tile(sizes, tables, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr):
-    """The program's tile: batch entry, head, number, rows and keys of the sequence."""
-    batch, heads, _, n_q, n_k, row_tiles, _, swizzle = sizes
-    cu_q, cu_k, used_q, used_k = tables
-    units = heads if VARLEN else batch * heads
-    per = row_tiles * swizzle
-    section = gl.program_id(0) // per
-    inner = gl.program_id(0) - section * per
-    width = gl.minimum(units - section * swizzle, swizzle)
-    tile, unit = row_tiles - 1 - inner // width, section * swizzle + inner % width
-    if VARLEN:
-        h = unit
-        b, tile = owner(cu_q, tile, batch, n_q, BM)
-        row0, n_q = sequence(cu_q, used_q, b, n_q, USED_Q)
-        key0, n_k = sequence(cu_k, used_k, b, n_k, USED_K)
-    else:
-        b = unit // heads
-        h = unit - b * heads
-        row0, key0 = 0, 0
-    return b, h, tile, row0, n_q, key0, n_k
-
-
-@gluon.jit
-def codes_of(chunk, i0, i1, n_k, q_offset, k_offset, b, h, g, data):
-    """A number for each of 32 key blocks: -1 if EMPTY, else its number times 4, plus 2 unless it is FULL."""
-    block = chunk * 32 + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    j0 = block * BN
-    j1 = gl.minimum(j0 + BN, n_k) - 1
-    kind = classify(i0, i1, gl.minimum(j0, j1), j1, q_offset, k_offset, b, h, h, g, data)
-    code = block * 4 + ((kind < 2) | (j0 + BN > n_k)).to(gl.int32) * 2
-    return gl.where((kind > 0) & (j0 < n_k), code, -1)
-
-
-@gluon.jit
-def next_code(block, i0, i1, n_k, q_offset, k_offset, b, h, g, data):
-    """The number of the first block after this one that is not EMPTY, of which there is one."""
-    chunk = (block + 1) // 32
-    none = 2147483647
-    found = none
-    while (found == none) & (chunk * (32 * BN) < n_k):
-        codes = codes_of(chunk, i0, i1, n_k, q_offset, k_offset, b, h, g, data)
-        found = gl.min(gl.where(codes > block * 4 + 3, codes, none), 0)
-        chunk += 1
-    return same(found)
+from tilewise.backends.hopper.rows_shared import BM, BN, FIELDS, RING, blocks, next_code, row_tile, weights
 
 
 @gluon.jit
@@ -100,21 +44,13 @@ def producer(
     Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr,
 ):  # fmt: skip
     """One warp: finds the key blocks, loads, and tells the consumers."""
-    b, h, tile, row0, n_q, key0, n_k = row_tile(sizes, tables, VARLEN, USED_Q, USED_K)
+    b, h, tile, row0, n_q, key0, n_k = row_tile(gl.program_id(0), sizes, tables, VARLEN, USED_Q, USED_K)
     g = h // sizes[2]
     q_offset = offset_of(offsets[0], offsets[1], b, n_k - n_q, Q_OFFSET)
     k_offset = offset_of(offsets[2], offsets[3], b, 0, K_OFFSET)
     i0 = tile * BM
     i1 = gl.minimum(i0 + BM, n_q) - 1
-    alive = i0 < n_q
-    count = gl.where(alive, gl.cdiv(n_k, BN), 0)
-    if HAS_MASK:
-        blocks = count
-        count = 0
-        for chunk in range(0, gl.cdiv(blocks, 32)):
-            codes = codes_of(chunk, i0, i1, n_k, q_offset, k_offset, b, h, g, data)
-            count += gl.sum((codes >= 0).to(gl.int32), 0)
-    count = same(count)
+    count = blocks(i0, i1, i0 < n_q, n_k, q_offset, k_offset, b, h, g, data, HAS_MASK)
     about = (count, b, h, i0, n_q, n_k, row0, q_offset, k_offset)
     for f in gl.static_range(FIELDS):
         put(about_s, f, about[f])
@@ -138,30 +74,6 @@ def producer(
         mbarrier.wait(v_empty.index(sv), ((it // VST) & 1) ^ 1)
         mbarrier.expect(v_full.index(sv), BN * W * NV * 2)
         load_chunks(v_desc, v_s, v_full.index(sv), tb, g, row, sv * NV, NV, W)
-
-
-@gluon.jit
-def slopes(s, dp, m, delta, code, i, h, about, scale, data, columns, HAS_MASK: gl.constexpr,
-           HAS_TERMS: gl.constexpr):  # fmt: skip
-    """dS of a tile of raw scores and of dP; hidden pairs of a PARTIAL tile have 0."""
-    b, g, n_k, q_offset, k_offset = about
-    j = ((code // 4) * BN + columns)[None, :]
-    if HAS_TERMS:
-        found = derive(s * scale, i, j, i + q_offset, j + k_offset, b, h, g, data)
-        p = gl.exp2(gl.fma(found[0], gl.full_like(s, LOG2), m + gl.full_like(s, -0.0)))
-    else:
-        # Adding -0.0 changes no number, and the compiler drops it.
-        nothing = gl.full_like(s, -0.0)
-        p = gl.exp2(gl.fma(s, nothing + scale * LOG2, m + nothing))
-    if (code & 2) != 0:
-        seen = j < n_k
-        if HAS_MASK:
-            seen = keep(s, i, j, i + q_offset, j + k_offset, b, h, g, data) & seen
-        p = gl.where(seen, p, 0.0)
-    ds = p * (dp - delta)
-    if HAS_TERMS:
-        ds = gl.where(p == 0, 0.0, ds * found[1])
-    return ds
 
 
 @gluon.jit
@@ -203,7 +115,10 @@ def rows_of(
         code = number(code_s, it % RING)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         mbarrier.arrive(v_empty.index(sv), count=1)
-        ds = slopes(s, dp, m, delta, code, rows[:, None], h, about, scale, data, columns, HAS_MASK, HAS_TERMS)
+        p, slope = weights(s, m, code, rows[:, None], h, about, scale, data, columns, HAS_MASK, HAS_TERMS)
+        ds = p * (dp - delta)
+        if HAS_TERMS:
+            ds = gl.where(p == 0, 0.0, ds * slope)
         dq = add_products(dq, gl.convert_layout(ds.to(dt), PL), k_s, sk * NC, NC, W)
         ahead = it + 1
         mbarrier.wait(k_full.index(ahead % KST), (ahead // KST) & 1, pred=ahead < count)

@@ -23,7 +23,8 @@ class BackwardPlan(NamedTuple):
     """d, dv: head dimensions of the kernels, filled up with zeros. width: columns of a chunk where tiles are cut.
     swizzle: KV heads whose tiles run abreast. adds: dq is added up in memory, else it has a kernel of its own; ordered:
     in a fixed order. rows: of a tile. stages, keys: tiles of rows and of keys in shared memory. second: 0, or of 64 +
-    `second` columns that products are made of, those after the first 64. bulk: the copy engine adds to dq's sums."""
+    `second` columns that products are made of, those after the first 64. bulk: the copy engine adds to dq's sums.
+    drawn: tiles of rows of wide heads are drawn, with q in registers."""
 
     d: int
     dv: int
@@ -36,10 +37,16 @@ class BackwardPlan(NamedTuple):
     keys: int
     second: int
     bulk: bool
+    drawn: bool
 
     @property
     def narrow(self) -> bool:
         return max(self.d, self.dv) <= WIDEST_HALVES
+
+    @property
+    def early(self) -> bool:
+        """Registers have room for the keys beside scores of two tiles of rows, shared memory for what comes next."""
+        return self.d == 192 and self.dv <= 128
 
     @property
     def sums(self) -> tuple[int, int]:
@@ -47,19 +54,19 @@ class BackwardPlan(NamedTuple):
         return (1, self.d) if self.rows == 128 else (2, self.d // 2)
 
     def key_constants(self) -> dict[str, Any]:
-        """Constants of `halves` or `roles`."""
+        """Constants of `halves`, `early` or `roles`."""
         if self.narrow:
             return {
                 "ST": self.stages, "KV": self.keys, "WORKER": 240, "LOADER": 24, "BM": self.rows, "D": self.d,
                 "D2": self.second,
             }  # fmt: skip
         return {
-            "ST": self.stages, "WORKER": 240, "LOADER": 24, "NC": self.d // self.width, "NV": self.dv // self.width,
-            "W": self.width,
+            "ST": 3 if self.early else self.stages, "WORKER": 240, "LOADER": 24, "NC": self.d // self.width,
+            "NV": self.dv // self.width, "W": self.width,
         }  # fmt: skip
 
     def row_constants(self) -> dict[str, Any]:
-        """Constants of `rows`: k has two stages, v one where shared memory ends."""
+        """Constants of `rows` or `drawn_rows`: k has two stages, v one where shared memory ends."""
         return {
             "NC": self.d // self.width, "NV": self.dv // self.width, "W": self.width, "KST": 2,
             "VST": 2 if self.d <= 192 else 1, "WORKER": 240, "LOADER": 24,
@@ -94,12 +101,16 @@ def plan_backward(problem: Problem) -> BackwardPlan:
     bulk = wide and walk >= LONG and not ordered and spec.score is None and o.layout == "dense"
     long = wide and walk >= (LONG if spec.keep is None else 2 * LONG)
     stages, keys = (3, 1) if bulk or long else (2, 2)
-    # Of a group, one program walks all heads: the fewer abreast, the fewer rows of how many heads are on their way.
-    swizzle = 1 if spec.keep is None else 4 if problem.group > 1 and walk >= LONG else 16
+    # Of a group, one program walks all heads: the fewer abreast, the fewer rows of how many heads are on their way. So
+    # it is where tiles of only 64 keys are drawn.
+    few = (problem.group > 1 and walk >= LONG) or (d == 192 and dv <= 128)
+    swizzle = 1 if spec.keep is None else 4 if few else 16
     if ordered:
         swizzle = abreast(-(-walk // rows), spec.keep is not None)
+    # Slopes of terms need those registers.
+    drawn = d == 192 and dv <= 128 and spec.score is None
     second = 32 if 64 < max(s.head_dim, s.head_dim_v) <= 96 else 0
-    return BackwardPlan(d, dv, 64, swizzle, narrow, ordered, rows, stages, keys, second, bulk)
+    return BackwardPlan(d, dv, 64, swizzle, narrow, ordered, rows, stages, keys, second, bulk, drawn)
 
 
 class Way(NamedTuple):

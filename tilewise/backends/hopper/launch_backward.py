@@ -6,6 +6,7 @@
     halves                dk, dv, and the sums of dq; head dimensions up to 128
     collect_rows          dq
     roles, rows           for wider heads: dk and dv; dq
+    early, drawn_rows     the same, for head dimensions of 192 with up to 128 of v
     second look (Triton)  keys and rows of marked heads once more; the usual call has none, and the host reads nothing
 
 A leaf whose gradient is summed along rows or pairs, and the sink's, need a pass of the Triton backend, which then gives
@@ -74,15 +75,26 @@ ROLES = Entry(
     (*_TENSORS, "marks_ptr", *_NUMBERS, *_LAST), (),
     ("HAS_MASK", "HAS_TERMS", "NC", "NV", "W", "ST", *_FLAGS, "WORKER", "LOADER"),
 )  # fmt: skip
+EARLY = Entry(
+    "early", "tilewise.backends.hopper.backward_early", "early_program",
+    (*_TENSORS, "marks_ptr", "counter_ptr", *_NUMBERS, *_LAST), (),
+    ("HAS_MASK", "HAS_TERMS", "NC", "NV", "W", "ST", *_FLAGS, "WORKER", "LOADER"),
+)  # fmt: skip
+_ROW_TENSORS = (
+    "q_desc", "do_desc", "k_desc", "v_desc", "dq_desc", "dq_ptr", "m_ptr", "delta_ptr", "marks_ptr",
+)  # fmt: skip
+_ROW_NUMBERS = (
+    *_PLACES, "dq_b:i64", "dq_h:i64", "dq_n:i64", "batch", "heads", "group", "seqlen_q", "seqlen_k", "row_tiles",
+    "line_tiles", "swizzle", "q_offset", "k_offset", "size_d", "scale:fp32",
+)  # fmt: skip
+_ROW_CONSTANTS = ("HAS_MASK", "HAS_TERMS", "NC", "NV", "W", "KST", "VST", *_FLAGS, "WORKER", "LOADER")
 ROWS = Entry(
-    "rows", "tilewise.backends.hopper.backward_row_kernel", "rows_program",
-    (
-        "q_desc", "do_desc", "k_desc", "v_desc", "dq_desc", "dq_ptr", "m_ptr", "delta_ptr", "marks_ptr", *_PLACES,
-        "dq_b:i64", "dq_h:i64", "dq_n:i64", "batch", "heads", "group", "seqlen_q", "seqlen_k", "row_tiles",
-        "line_tiles", "swizzle", "q_offset", "k_offset", "size_d", "scale:fp32",
-    ),
-    (),
-    ("HAS_MASK", "HAS_TERMS", "NC", "NV", "W", "KST", "VST", *_FLAGS, "WORKER", "LOADER"),
+    "rows", "tilewise.backends.hopper.backward_row_kernel", "rows_program", (*_ROW_TENSORS, *_ROW_NUMBERS), (),
+    _ROW_CONSTANTS,
+)  # fmt: skip
+DRAWN_ROWS = Entry(
+    "drawn_rows", "tilewise.backends.hopper.backward_drawn_rows", "rows_program",
+    (*_ROW_TENSORS, "counter_ptr", *_ROW_NUMBERS), (), _ROW_CONSTANTS,
 )  # fmt: skip
 AGAIN = Entry(
     "prepare_again", "tilewise.backends.hopper.backward_line_kernels", "again_program", PREPARE.arguments,
@@ -241,7 +253,7 @@ class HopperCall(Call):
             self.box(x.v, 64, width), line_box(lines.m, plan.rows), line_box(lines.delta, plan.rows),
             self.box(dk, 64, width), self.box(dv, 64, width), dk, dv,
             *(sums if narrow else ()), self.marks,
-            *((self.counter, lines.turns, *self.signs) if narrow else ()),
+            *((self.counter, lines.turns, *self.signs) if narrow else (self.counter,) if plan.early else ()),
             *self.places[1:], *keyed_strides(self.problem, dk), *keyed_strides(self.problem, dv), *self.sizes,
             lines.tiles, key_tiles, plan.swizzle, *((way.lead, way.lag) if narrow else ()), _number(x.q_offset),
             _number(x.k_offset), s.head_dim, s.head_dim_v, x.scale,
@@ -249,9 +261,9 @@ class HopperCall(Call):
         adds = {"ADD": dq is not None, "ORDER": dq is not None and plan.ordered, "AHEAD": ahead, "BULK": bulk}
         constants = self.flags() | plan.key_constants() | adds
         grid = units * key_tiles
-        if narrow:
+        if narrow or plan.early:
             grid = min(grid, machine_of(self.device).sms)
-        self.gluon(HALVES if narrow else ROLES, grid, values, constants, 168)
+        self.gluon(HALVES if narrow else EARLY if plan.early else ROLES, grid, values, constants, 168)
         return dk, dv
 
     def row_tiles(self, lines: Lines) -> Tensor:
@@ -263,10 +275,14 @@ class HopperCall(Call):
         values = (
             self.box(x.q, 64, plan.width), self.box(self.own_do, 64, plan.width), self.box(x.k, 64, plan.width),
             self.box(x.v, 64, plan.width), self.box(dq, 64, plan.width), dq, lines.m, lines.delta, self.marks,
-            *self.places[1:], *keyed_strides(self.problem, dq), *self.sizes, tiles, lines.tiles, plan.swizzle,
-            _number(x.q_offset), _number(x.k_offset), s.head_dim, x.scale,
+            *((self.signs[0],) if plan.drawn else ()), *self.places[1:], *keyed_strides(self.problem, dq),
+            *self.sizes, tiles, lines.tiles, plan.swizzle, _number(x.q_offset), _number(x.k_offset), s.head_dim,
+            x.scale,
         )  # fmt: skip
-        self.gluon(ROWS, units * tiles, values, self.flags() | plan.row_constants(), 168)
+        entry, grid = ROWS, units * tiles
+        if plan.drawn:
+            entry, grid = DRAWN_ROWS, min(grid, machine_of(self.device).sms)
+        self.gluon(entry, grid, values, self.flags() | plan.row_constants(), 168)
         return dq
 
     def flags(self) -> dict[str, Any]:
