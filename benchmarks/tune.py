@@ -64,6 +64,8 @@ def kinds() -> list[Kind]:
     for d in (128, 64, 256):
         found += [Kind(f"D{d}-full", d, {}), Kind(f"D{d}-causal", d, {"mask": tw.causal()})]
         found.append(Kind(f"D{d}-window1024", d, {"mask": tw.causal() & tw.window(1024, 0)}))
+    strided = tw.causal() & tw.custom(lambda q, k: (q - k) % 4 < 2)
+    found.append(Kind("D128-causal-strided", 128, {"mask": strided}))
     found.append(Kind("D128-causal-softcap", 128, {"mask": tw.causal(), "scores": (tw.softcap(30.0),)}))
     found.append(Kind("D128-causal-dropout", 128, {"mask": tw.causal(), "dropout": 0.1}))
     return found

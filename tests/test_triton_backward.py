@@ -29,6 +29,7 @@ FUNCTIONS = (
     "hidden_values", "visible_values_spread", "one_visible_key", "large_scores", "part_of_the_keys",
     "one_leaf_in_two_batches", "two_leaves_by_column_packed", "loads_ahead",
     "tiles_looked_at_before", "products_used_twice", "nothing_written_outside", "sums_made_apart",
+    "holes_in_every_tile",
     "tanh_keeps_its_digits",
 )  # fmt: skip
 
@@ -232,6 +233,30 @@ def test_elements_per_pair_are_read_by_ordinary_loads() -> None:
     slots = launch_forward.slots_of(problem, inputs)
     assert slots is not None and slots.leaves[0].covered and slots.leaves[0].step > 1
     assert "load_where(" in print_folds(problem.spec, slots)
+
+
+def test_conjuncts_with_short_periods_are_holes() -> None:
+    """What no tile is inside of is told apart; long periods, leaves and what depends on heads are not."""
+    from tilewise.backends.triton.holes import mask_kind, split_holes
+    from tilewise.spec.expression import to_text
+
+    strided = tw.custom(lambda q, k: (q - k) % 4 < 2)
+    keep = _problem((), mask=tw.causal() & strided).spec.keep
+    ends, holes = (to_text(part) for part in split_holes(keep))
+    assert mask_kind(keep) == 2 and "mod" not in ends and "le k q" in ends
+    assert "mod" in holes and "le k q" not in holes
+    assert split_holes(_problem((), mask=strided).spec.keep)[0].op == "const"
+    others = (
+        tw.causal(),
+        tw.custom(lambda q, k: (q - k) % 1000 < 500),
+        tw.causal() & tw.document(torch.zeros(2, 32, dtype=torch.int32)),
+        tw.custom(lambda q, k, x: (q - k) % 4 < x[k], torch.ones(32, dtype=torch.int32)),
+        tw.custom(lambda q, k, h: (q - k) % 4 < h),
+    )
+    for mask in others:
+        keep = _problem((), mask=mask).spec.keep
+        assert mask_kind(keep) == 1 and split_holes(keep)[0] is keep
+    assert mask_kind(None) == 0
 
 
 # ---- on a device -------------------------------------------------------------------------------------------------

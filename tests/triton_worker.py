@@ -240,6 +240,41 @@ def tiles_looked_at_before() -> bool:
     return holds
 
 
+HOLED: tuple[tuple[Callable[..., object], Callable[[], tw.Mask] | None], ...] = (
+    (lambda q, k: (q - k) % 4 < 2, tw.causal),
+    (lambda q, k: (k - q) % 12 >= 6, lambda: tw.window(50, 9)),
+    (lambda q, k: (3 * q + k) % 8 != 5, None),
+    (lambda q, k: (q - 5) % 7 + k % 3 > 3, tw.causal),
+)
+"""Masks with holes in every tile, and what they are joined with."""
+
+
+def holes_in_every_tile() -> bool:
+    """Masks of which a part applies to FULL tiles, too; positions begin anywhere; by descriptors and without."""
+    from tilewise.backends.triton import launch_backward
+    from tilewise.backends.triton.tiles import Tiles
+
+    torch.manual_seed(0)
+    work, choose, holds = launch_backward.TMA_WORK, launch_backward.choose_backward, True
+    tiles = {"keys": Tiles(32, 32, 4, 2), "rows": Tiles(32, 32, 4, 2)}
+    launch_backward.choose_backward = lambda *of: choose(*of)._replace(**tiles)
+    q, do = (torch.randn(1, 2, 111, 40).half() for _ in range(2))
+    k, v = (torch.randn(1, 1, 150, 40).half() for _ in range(2))
+    try:
+        for function, other in HOLED:
+            mask = tw.custom(function) if other is None else other() & tw.custom(function)
+            wanted = _gradients("blockwise", *(t.double() for t in (q, k, v, do)), mask=mask)
+            for launch_backward.TMA_WORK in (0.0, math.inf):
+                launch_backward._tiles.cache_clear()
+                found = _gradients("triton", q, k, v, do, mask=mask)
+                errors = [float((a.double() - b).abs().max()) for a, b in zip(found, wanted, strict=True)]
+                holds = holds and max(errors) < 5e-3
+    finally:
+        launch_backward.TMA_WORK, launch_backward.choose_backward = work, choose
+        launch_backward._tiles.cache_clear()
+    return holds
+
+
 def tanh_keeps_its_digits() -> bool:
     """In relative terms, however small the number; 0, its sign, infinities and NaN exactly."""
     import triton_words
@@ -252,7 +287,7 @@ def tanh_keeps_its_digits() -> bool:
 FUNCTIONS: tuple[Callable[[], bool], ...] = (
     hidden_values, visible_values_spread, one_visible_key, large_scores, part_of_the_keys, one_leaf_in_two_batches,
     two_leaves_by_column_packed, loads_ahead, tiles_looked_at_before, products_used_twice,
-    nothing_written_outside, sums_made_apart,
+    nothing_written_outside, sums_made_apart, holes_in_every_tile,
     tanh_keeps_its_digits,
 )  # fmt: skip
 

@@ -12,6 +12,7 @@ _FACTORS = ("scale:fp32", "drop_factor:fp32")
 _SHAPE = ("D_PAD", "DV_PAD", "EVEN", "EVEN_V", "STEP", "UNIT", "PRECISION")
 _ROWS = ("m_ptr", "low_ptr", "delta_ptr")
 _FOLDS = ("derive", "keep", "classify")
+_PARTS = ("derive", "keep", "ends", "holes", "classify_ends")
 
 PREPARE = Entry(
     "prepare", "tilewise.backends.triton.prepare_kernel", "prepare_program",
@@ -32,7 +33,7 @@ KEYS = Entry(
         "run_b", "run_h",
         *_OFFSETS, *_FACTORS,
     ),
-    _FOLDS,
+    _PARTS,
     (
         "HAS_MASK", "HAS_TERMS", "SLOPED", "DROPOUT", "VARLEN", "LAST", "SITES", "BLOCK_M", "BLOCK_N",
         "STAGES", *_SHAPE,
@@ -42,8 +43,9 @@ KEYS = Entry(
 RUNS = Entry(
     "runs", "tilewise.backends.triton.runs_kernel", "runs_program",
     ("runs_ptr", *_PLACES[1:], *_SIZES, "key_tiles", "row_tiles", "q_offset", "k_offset"),
-    ("classify",), ("VARLEN", "LAST", "KEYS_M", "KEYS_N", "ROWS_M", "ROWS_N"),
+    ("classify_ends",), ("VARLEN", "LAST", "KEYS_M", "KEYS_N", "ROWS_M", "ROWS_N"),
 )  # fmt: skip
+"""For kernels that apply a mask's holes to FULL tiles, too."""
 ROWS = Entry(
     "row_gradients", "tilewise.backends.triton.row_kernel", "row_program",
     (
@@ -51,7 +53,7 @@ ROWS = Entry(
         *_PLACES, "k_desc", "v_desc", *_STRIDES, "dq_b:i64", "dq_h:i64", "dq_n:i64", "pair_b:i64", "pair_h:i64",
         "pair_i:i64", "pair_j:i64", *_SIZES, "row_tiles", "swizzle", "run_b", "run_h", *_OFFSETS, *_FACTORS,
     ),
-    _FOLDS,
+    _PARTS,
     (
         "HAS_MASK", "HAS_TERMS", "SLOPED", "DROPOUT", "VARLEN", "LAST", "SITES", "PAIR", "PAIR_STEP",
         "BLOCK_M", "BLOCK_N",

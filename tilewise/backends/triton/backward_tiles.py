@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tilewise import tuning
+from tilewise.backends.triton.holes import mask_kind
 from tilewise.backends.triton.tiles import Tiles, keys_per_sequence, padded, rows_per_sequence
 from tilewise.spec import expression as ex
 
@@ -63,11 +64,14 @@ def table_keys(problem: Problem) -> tuple[str, ...]:
     """What a measured choice depends on, as keys of a tuning table; the first that the table has decides.
 
     A mask that reads numbers of the call or leaves, as windows and documents do, is "narrowed": a tile of rows sees
-    fewer keys than under one of positions alone, as a rule, so that short runs of tiles have to be quick.
+    fewer keys than under one of positions alone, as a rule, so that short runs of tiles have to be quick. One
+    with "holes" asks for work in every tile.
     """
     s = problem.shape
     bits = 8 * problem.dtype.itemsize
     kinds = ["full"] if problem.spec.keep is None else ["masked"]
+    if mask_kind(problem.spec.keep) == 2:
+        kinds.insert(0, "holes")
     if is_narrowed(problem):
         kinds.insert(0, "narrowed")
     terms = "-terms" if problem.spec.score is not None else ""

@@ -45,7 +45,7 @@ def statistics(m_ptr, delta_ptr, i0, n_q, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def absorb_rows(
-    dk, dv, sums, k, v, first, full, after, past, tensors, place, numbers, data, derive, keep, classify,
+    dk, dv, sums, k, v, first, full, after, past, tensors, place, numbers, data, derive, keep, ends, holes, classify,
     MASKED: tl.constexpr, CAREFUL: tl.constexpr, STAGES: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr, DROPOUT: tl.constexpr, SITES: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr,
@@ -133,7 +133,9 @@ def absorb_rows(
             p = tl.where(keep(s, i, j, q_pos, k_pos, b, h, g, data), p, 0.0)
         elif HAS_MASK and MASKED == "ends":
             if (t < full) | (t >= after):
-                p = tl.where(keep(s, i, j, q_pos, k_pos, b, h, g, data), p, 0.0)
+                p = tl.where(ends(s, i, j, q_pos, k_pos, b, h, g, data), p, 0.0)
+        if HAS_MASK == 2 and not CAREFUL and MASKED != "yes":
+            p = tl.where(holes(s, i, j, q_pos, k_pos, b, h, g, data), p, 0.0)
         w = p
         if DROPOUT:
             kept = tl.trans(
@@ -175,7 +177,7 @@ def key_tile(
     seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, q_desc, do_desc, m_desc,
     delta_desc, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dk_b, dk_h, dk_n,
     dv_b, dv_h, dv_n, batch, heads, group, seqlen_q, seqlen_k, key_tiles, swizzle, run_b, run_h, q_offset, k_offset,
-    h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor, data, derive, keep, classify,
+    h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor, data, derive, keep, ends, holes, classify,
     HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr, DROPOUT: tl.constexpr,
     VARLEN: tl.constexpr, LAST: tl.constexpr, SITES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr,
@@ -237,9 +239,9 @@ def key_tile(
         sums = start_sums(BLOCK_N, SITES)
         if CAREFUL:
             dk, dv, sums = absorb_rows(
-                dk, dv, sums, k, v, 0, 0, 0, row_tiles, tensors, place, numbers, data, derive, keep, classify, "yes",
-                True, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN,
-                EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN, PART)  # fmt: skip
+                dk, dv, sums, k, v, 0, 0, 0, row_tiles, tensors, place, numbers, data, derive, keep, ends, holes,
+                classify, "yes", True, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD,
+                DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN, PART)  # fmt: skip
         elif HAS_MASK:
             first, full, after, past, simple = 0, 0, 0, row_tiles, 0
             if RUNS:
@@ -266,35 +268,38 @@ def key_tile(
                 if TMA and not SPLIT:
                     dk, dv, sums = absorb_rows(
                         dk, dv, sums, k, v, first, full, after, past, tensors, place, numbers, data, derive, keep,
-                        classify, "ends", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M,
-                        BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN, PART)  # fmt: skip
+                        ends, holes, classify, "ends", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES,
+                        BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN,
+                        PART)  # fmt: skip
                     at = past
                 else:
                     dk, dv, sums = absorb_rows(
                         dk, dv, sums, k, v, first, full, full, full, tensors, place, numbers, data, derive, keep,
-                        classify, "yes", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N,
-                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN, PART)  # fmt: skip
+                        ends, holes, classify, "yes", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES,
+                        BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN,
+                        PART)  # fmt: skip
                     dk, dv, sums = absorb_rows(
                         dk, dv, sums, k, v, full, full, after, after, tensors, place, numbers, data, derive, keep,
-                        classify, "no", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N,
-                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN, PART)  # fmt: skip
+                        ends, holes, classify, "no", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES,
+                        BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN,
+                        PART)  # fmt: skip
                     at = after
                     first, full, after = after, past, past
         elif TMA:
             dk, dv, sums = absorb_rows(
-                dk, dv, sums, k, v, 0, 0, row_tiles, row_tiles, tensors, place, numbers, data, derive, keep, classify,
-                "no", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD,
-                EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN, PART)  # fmt: skip
+                dk, dv, sums, k, v, 0, 0, row_tiles, row_tiles, tensors, place, numbers, data, derive, keep, ends,
+                holes, classify, "no", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N,
+                D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN, PART)  # fmt: skip
         else:
             middle = tl.minimum(n_q // BLOCK_M, row_tiles)
             dk, dv, sums = absorb_rows(
-                dk, dv, sums, k, v, 0, 0, middle, middle, tensors, place, numbers, data, derive, keep, classify, "no",
-                False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN,
-                EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN, PART)  # fmt: skip
+                dk, dv, sums, k, v, 0, 0, middle, middle, tensors, place, numbers, data, derive, keep, ends, holes,
+                classify, "no", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD,
+                DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN, PART)  # fmt: skip
             dk, dv, sums = absorb_rows(
-                dk, dv, sums, k, v, middle, 0, 0, row_tiles, tensors, place, numbers, data, derive, keep, classify,
-                "yes", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N, D_PAD, DV_PAD,
-                EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN, PART)  # fmt: skip
+                dk, dv, sums, k, v, middle, 0, 0, row_tiles, tensors, place, numbers, data, derive, keep, ends,
+                holes, classify, "yes", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, BLOCK_M, BLOCK_N,
+                D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, VARLEN, PART)  # fmt: skip
         at_line = (b_wide * heads + h) * seqlen_k + key0 + columns
         plane = tl.cast(units * group, tl.int64) * seqlen_k
         store_sums(sums_ptr, sums, plane, at_line, own & mine, SITES)
@@ -323,7 +328,7 @@ def key_program(
     q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, q_desc, do_desc, m_desc, delta_desc, q_b,
     q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
     batch, heads, group, seqlen_q, seqlen_k, key_tiles, swizzle, run_b, run_h, q_offset, k_offset, h_offset, b_offset,
-    size_d, size_dv, threshold, scale, drop_factor, data, derive, keep, classify, HAS_MASK: tl.constexpr,
+    size_d, size_dv, threshold, scale, drop_factor, data, derive, keep, ends, holes, classify, HAS_MASK: tl.constexpr,
     HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, LAST: tl.constexpr,
     SITES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
@@ -341,9 +346,9 @@ def key_program(
                 do_desc, m_desc, delta_desc, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h,
                 g_n, g_d, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, batch, heads, group, seqlen_q, seqlen_k, key_tiles,
                 swizzle, run_b, run_h, q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale,
-                drop_factor, data, derive, keep, classify, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, VARLEN, LAST, SITES,
-                BLOCK_M, BLOCK_N, STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL, ALIGNED,
-                RUNS, SPLIT, PART)  # fmt: skip
+                drop_factor, data, derive, keep, ends, holes, classify, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, VARLEN,
+                LAST, SITES, BLOCK_M, BLOCK_N, STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA,
+                CAREFUL, ALIGNED, RUNS, SPLIT, PART)  # fmt: skip
     else:
         key_tile(
             tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dk_ptr, dv_ptr,
@@ -351,6 +356,6 @@ def key_program(
             q_desc, do_desc, m_desc, delta_desc, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h,
             g_n, g_d, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, batch, heads, group, seqlen_q, seqlen_k, key_tiles, swizzle,
             run_b, run_h, q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
-            data, derive, keep, classify, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, VARLEN, LAST, SITES, BLOCK_M, BLOCK_N,
-            STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL, ALIGNED, RUNS, SPLIT,
-            PART)  # fmt: skip
+            data, derive, keep, ends, holes, classify, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, VARLEN, LAST, SITES,
+            BLOCK_M, BLOCK_N, STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL, ALIGNED,
+            RUNS, SPLIT, PART)  # fmt: skip

@@ -13,6 +13,7 @@ from tilewise.backends.triton.backward_entries import KEYS, PREPARE, ROWS, site_
 from tilewise.backends.triton.backward_layout import key_descriptors, layout_of, pair_strides, row_descriptors
 from tilewise.backends.triton.backward_tiles import MOST_ROWS, BackwardTiles, choose_backward, narrow
 from tilewise.backends.triton.compile import Build, types_of
+from tilewise.backends.triton.holes import mask_kind
 from tilewise.backends.triton.launch import (
     Wanted,
     dropout_numbers,
@@ -138,7 +139,7 @@ class Call:
         """Every constant that some kernel takes, of which each takes its own."""
         spec, s = self.problem.spec, self.problem.shape
         return {
-            "HAS_MASK": spec.keep is not None, "HAS_TERMS": spec.score is not None, "SLOPED": is_sloped(spec),
+            "HAS_MASK": mask_kind(spec.keep), "HAS_TERMS": spec.score is not None, "SLOPED": is_sloped(spec),
             "DROPOUT": spec.dropout,
             "VARLEN": self.varlen, "LAST": self.inputs.q_offset is None, "BLOCK_M": tiles.block_m,
             "BLOCK_N": tiles.block_n, "STAGES": tiles.stages, "D_PAD": self.d, "DV_PAD": self.dv,

@@ -58,7 +58,8 @@ class IntervalPrinter:
     def emit(self, root: Node) -> Pair:
         """Print a condition's bounds."""
         for node in ex.topological(root):
-            self.known[node] = self._bounds(node)
+            if node not in self.known:
+                self.known[node] = self._bounds(node)
         return self.condition(root)
 
     def condition(self, node: Node) -> Pair:
@@ -238,14 +239,17 @@ class IntervalPrinter:
         return self._new(f"({lo} > 0) | ({hi} < 0)", f"({lo} != 0) | ({hi} != 0)")
 
 
-def print_classify(name: str, keep: Node | None, slots: Slots, tables: bool) -> str:
-    """Text of the jit function `name`; without `tables` it reads none, and knows less of wide ranges."""
+def print_classify(name: str, keep: Node | None, slots: Slots, tables: bool, ends: Node | None = None) -> str:
+    """Text of the jit function `name`; without `tables` it reads none, and knows less of wide ranges. ends: the part of
+    the mask that FULL tiles go without, if that is not all of it."""
     doc = "0 EMPTY, 1 PARTIAL, 2 FULL" + ("" if tables else "; leaves along rows or columns unknown")
     if keep is None:
         body = [f'"""{doc}"""', "return tl.full((), 2, tl.int32)"]
     else:
         printer = IntervalPrinter(slots, tables)
         certain, possible = printer.emit(keep)
+        if ends is not None:
+            certain = printer.emit(ends)[0]
         body = [
             f'"""{doc}"""', *unpack(slots, printer.addresses.used), *printer.lines,
             f"return {certain}.to(tl.int32) + {possible}.to(tl.int32)",

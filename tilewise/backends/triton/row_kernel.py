@@ -41,8 +41,8 @@ def store_pairs(ptr, part, i, j, pair_i, pair_j, n_q, n_k, STEP: tl.constexpr):
 
 @triton.jit
 def absorb_keys(
-    dq, sums, q, do, m, low, delta, first, full, after, past, tensors, place, numbers, data, derive, keep, classify,
-    MASKED: tl.constexpr, CAREFUL: tl.constexpr, STAGES: tl.constexpr, HAS_MASK: tl.constexpr,
+    dq, sums, q, do, m, low, delta, first, full, after, past, tensors, place, numbers, data, derive, keep, ends,
+    holes, classify, MASKED: tl.constexpr, CAREFUL: tl.constexpr, STAGES: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr, DROPOUT: tl.constexpr, SITES: tl.constexpr, PAIR: tl.constexpr,
     PAIR_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
@@ -104,8 +104,10 @@ def absorb_keys(
             if (t < full) | (t >= after):
                 visible = inside[None, :]
                 if HAS_MASK:
-                    visible = visible & keep(s, i, j, q_pos, k_pos, b, h, g, data)
+                    visible = visible & ends(s, i, j, q_pos, k_pos, b, h, g, data)
                 p = tl.where(visible, p, 0.0)
+        if HAS_MASK == 2 and MASKED != "yes":
+            p = tl.where(holes(s, i, j, q_pos, k_pos, b, h, g, data), p, 0.0)
         if DROPOUT:
             kept = kept_tile(q_pos, j0 + k_offset, h_word, b_word, seed, threshold, BLOCK_M, BLOCK_N)
             dp = tl.where(kept, dp * drop_factor, 0.0)
@@ -129,7 +131,7 @@ def row_tile(
     seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, k_desc, v_desc, q_b, q_h, q_n,
     q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h, dq_n, pair_b, pair_h, pair_i, pair_j,
     batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, run_b, run_h, q_offset, k_offset, h_offset, b_offset,
-    size_d, size_dv, threshold, scale, drop_factor, data, derive, keep, classify, HAS_MASK: tl.constexpr,
+    size_d, size_dv, threshold, scale, drop_factor, data, derive, keep, ends, holes, classify, HAS_MASK: tl.constexpr,
     HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, LAST: tl.constexpr,
     SITES: tl.constexpr, PAIR: tl.constexpr, PAIR_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr,
@@ -185,9 +187,9 @@ def row_tile(
     sums = start_sums(BLOCK_M, SITES)
     if CAREFUL:
         dq, sums = absorb_keys(
-            dq, sums, q, do, m, low, delta, 0, 0, 0, end, tensors, place, numbers, data, derive, keep, classify,
-            "yes", True, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M, BLOCK_N,
-            D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+            dq, sums, q, do, m, low, delta, 0, 0, 0, end, tensors, place, numbers, data, derive, keep, ends, holes,
+            classify, "yes", True, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M,
+            BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
     elif HAS_MASK:
         if RUNS:
             at = first
@@ -207,36 +209,39 @@ def row_tile(
             if TMA and not SPLIT:
                 dq, sums = absorb_keys(
                     dq, sums, q, do, m, low, delta, first, full, after, past, tensors, place, numbers, data, derive,
-                    keep, classify, "ends", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR,
-                    PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+                    keep, ends, holes, classify, "ends", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES,
+                    PAIR, PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
+                    TMA)  # fmt: skip
                 at = past
             else:
                 dq, sums = absorb_keys(
                     dq, sums, q, do, m, low, delta, first, full, full, full, tensors, place, numbers, data, derive,
-                    keep, classify, "yes", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR,
-                    PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+                    keep, ends, holes, classify, "yes", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES,
+                    PAIR, PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
+                    TMA)  # fmt: skip
                 dq, sums = absorb_keys(
                     dq, sums, q, do, m, low, delta, full, full, after, after, tensors, place, numbers, data, derive,
-                    keep, classify, "no", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR, PAIR_STEP,
-                    BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+                    keep, ends, holes, classify, "no", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES,
+                    PAIR, PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
+                    TMA)  # fmt: skip
                 at = after
                 first, full, after = after, past, past
     else:
         middle = tl.minimum(n_k // BLOCK_N, end)
         if TMA:
             dq, sums = absorb_keys(
-                dq, sums, q, do, m, low, delta, 0, 0, middle, end, tensors, place, numbers, data, derive, keep,
-                classify, "ends", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR, PAIR_STEP,
+                dq, sums, q, do, m, low, delta, 0, 0, middle, end, tensors, place, numbers, data, derive, keep, ends,
+                holes, classify, "ends", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR, PAIR_STEP,
                 BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
         else:
             dq, sums = absorb_keys(
                 dq, sums, q, do, m, low, delta, 0, 0, middle, middle, tensors, place, numbers, data, derive, keep,
-                classify, "no", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M,
-                BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+                ends, holes, classify, "no", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR,
+                PAIR_STEP, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
             dq, sums = absorb_keys(
-                dq, sums, q, do, m, low, delta, middle, 0, 0, end, tensors, place, numbers, data, derive, keep,
-                classify, "yes", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR, PAIR_STEP, BLOCK_M,
-                BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
+                dq, sums, q, do, m, low, delta, middle, 0, 0, end, tensors, place, numbers, data, derive, keep, ends,
+                holes, classify, "yes", False, STAGES, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, SITES, PAIR, PAIR_STEP,
+                BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA)  # fmt: skip
 
     # ---- finish ----
     if not CAREFUL:
@@ -256,7 +261,7 @@ def row_program(
     q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, k_desc, v_desc, q_b, q_h, q_n, q_d, k_b,
     k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h, dq_n, pair_b, pair_h, pair_i, pair_j, batch,
     heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, run_b, run_h, q_offset, k_offset, h_offset, b_offset,
-    size_d, size_dv, threshold, scale, drop_factor, data, derive, keep, classify, HAS_MASK: tl.constexpr,
+    size_d, size_dv, threshold, scale, drop_factor, data, derive, keep, ends, holes, classify, HAS_MASK: tl.constexpr,
     HAS_TERMS: tl.constexpr, SLOPED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, LAST: tl.constexpr,
     SITES: tl.constexpr, PAIR: tl.constexpr, PAIR_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr,
@@ -274,9 +279,9 @@ def row_program(
                 v_desc, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h,
                 dq_n, pair_b, pair_h, pair_i, pair_j, batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle,
                 run_b, run_h, q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
-                data, derive, keep, classify, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, VARLEN, LAST, SITES, PAIR,
-                PAIR_STEP, BLOCK_M, BLOCK_N, STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL,
-                ALIGNED, RUNS, SPLIT)  # fmt: skip
+                data, derive, keep, ends, holes, classify, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, VARLEN, LAST, SITES,
+                PAIR, PAIR_STEP, BLOCK_M, BLOCK_N, STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA,
+                CAREFUL, ALIGNED, RUNS, SPLIT)  # fmt: skip
     else:
         row_tile(
             tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, m_ptr, low_ptr, delta_ptr, marks_ptr, dq_ptr, sums_ptr,
@@ -284,6 +289,6 @@ def row_program(
             k_desc, v_desc, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b,
             dq_h, dq_n, pair_b, pair_h, pair_i, pair_j, batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle,
             run_b, run_h, q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
-            data, derive, keep, classify, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, VARLEN, LAST, SITES, PAIR, PAIR_STEP,
-            BLOCK_M, BLOCK_N, STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, CAREFUL, ALIGNED, RUNS,
-            SPLIT)  # fmt: skip
+            data, derive, keep, ends, holes, classify, HAS_MASK, HAS_TERMS, SLOPED, DROPOUT, VARLEN, LAST, SITES,
+            PAIR, PAIR_STEP, BLOCK_M, BLOCK_N, STAGES, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA,
+            CAREFUL, ALIGNED, RUNS, SPLIT)  # fmt: skip

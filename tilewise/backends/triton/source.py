@@ -23,6 +23,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from tilewise.backends.triton.holes import print_holes, split_holes
 from tilewise.backends.triton.print_interval import print_classify
 from tilewise.backends.triton.print_tile import print_function, print_indices
 from tilewise.spec import expression as ex
@@ -94,11 +95,15 @@ def print_folds(spec: AttentionSpec, slots: Slots) -> str:
     """Text of the printed functions of a spec."""
     score = ex.variable("s") if spec.score is None else spec.score
     keep = ex.const(True) if spec.keep is None else spec.keep
+    ends = split_holes(keep)[0]
     roots, sites = derivative_roots(spec)
     parts = [
         print_function("score", (score,), slots, doc="The score after all terms.", like_s=True),
         print_function("keep", (keep,), slots, doc="Which pairs are visible.", like_s=False, exact=True),
+        print_function("ends", (ends,), slots, doc="What FULL tiles go without.", like_s=False, exact=True),
+        print_holes("holes", spec.keep, slots),
         print_classify("classify", spec.keep, slots, True),
+        print_classify("classify_ends", spec.keep, slots, True, ends),
         print_classify("classify_coarse", spec.keep, slots, False),
         print_function(
             "derive", roots, slots, doc="Score, d score / d s, adjoints of its loads.", like_s=True
@@ -145,7 +150,7 @@ def print_module(spec: AttentionSpec, slots: Slots, entries: tuple[Entry, ...]) 
     words = (
         "INT_MAX, INT_MIN, divide_interval, exponent, floordiv_by, floordiv_float, floordiv_int, inside,\n"
         "    load_where, magnitude_interval, maximum_float, minimum_float, mod_by, mod_float, mod_int, mod_interval,\n"
-        "    multiply_interval, reciprocal, select_interval, tanh, tanh_fine, whole_if_wild,"
+        "    multiply_interval, reciprocal, remainder, select_interval, tanh, tanh_fine, whole_if_wild,"
     )
     imports = "".join(f"from {e.module} import {e.program}\n" for e in entries)
     head = (

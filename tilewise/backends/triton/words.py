@@ -66,6 +66,12 @@ def floordiv_by(a, b):
 
 
 @triton.jit
+def remainder(d, b):
+    """d % b of a difference d of two remainders by b."""
+    return tl.where(d < 0, d + b, d)
+
+
+@triton.jit
 def mod_by(a, b):
     """mod_int by one number b for all of a."""
     return tl.where(b == 0, 0, a - floordiv_by(a, b) * b)
