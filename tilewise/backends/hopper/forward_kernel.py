@@ -27,7 +27,16 @@ from tilewise.backends.hopper.forward_finish import (
     write_out,
 )
 from tilewise.backends.hopper.forward_gaps import fill_gaps
-from tilewise.backends.hopper.forward_loads import FIELDS, first_seen, load_keys, load_rows, load_values, tell
+from tilewise.backends.hopper.forward_loads import (
+    FIELDS,
+    first_seen,
+    here_all,
+    load_keys,
+    load_rows,
+    load_values,
+    tell,
+    tiles_of,
+)
 from tilewise.backends.hopper.forward_place import (
     BLOCKS,
     RECORD,
@@ -71,20 +80,80 @@ GROWTH = gl.constexpr(8.0)
 
 
 @gluon.jit
-def here_all(sizes):
-    """sizes, hidden so that nothing made of them is kept from tile to tile: the producer has few registers."""
-    batch, heads, n_q, n_k, row_tiles, swizzle, splits, early = sizes
-    return (
-        here(batch), here(heads), here(n_q), here(n_k), here(row_tiles), here(swizzle), here(splits), here(early),
-    )  # fmt: skip
-
-
-@gluon.jit
-def tiles_of(sizes, VARLEN: gl.constexpr):
-    """How many tiles there are."""
-    batch, heads, _, _, row_tiles, _, splits, _ = here_all(sizes)
-    units = heads if VARLEN else batch * heads
-    return units * row_tiles * splits
+def load_one_tile(
+    t, ti, it, last, q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, tile_s,
+    code_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, ranges,
+    sizes, tables, offsets, group, split_tiles, data, NWG: gl.constexpr, BN: gl.constexpr, D0: gl.constexpr,
+    D1: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr, ST: gl.constexpr, PACK: gl.constexpr,
+    VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr,
+    K_OFFSET: gl.constexpr, RANGES: gl.constexpr,
+):  # fmt: skip
+    """Load tile t, after `ti` tiles and `it` blocks, of which the values of the one that lies at `last` are still to be
+    loaded: (what was drawn for the next tile, ti, it, last)."""
+    q_offset, q_offset_ptr, k_offset, k_offset_ptr = offsets
+    range_ptr, range_b, range_h = ranges
+    v_b, v_g, v_n = last
+    sizes_here = here_all(sizes)
+    b, head, base, split, row0, n_q, key0, n_k = place(
+        t, sizes_here, tables, VARLEN, USED_Q, USED_K, NWG, PACK, 1
+    )
+    raw = 0
+    if base < n_q * PACK:
+        tb = 0 if VARLEN else b
+        g = head if PACK > 1 else head // group
+        q_pos = here(offset_of(q_offset, q_offset_ptr, b, n_k - n_q, Q_OFFSET))
+        k_pos = here(offset_of(k_offset, k_offset_ptr, b, 0, K_OFFSET))
+        blocks = gl.cdiv(n_k, BN)
+        each = gl.where(split_tiles > 0, split_tiles, gl.cdiv(blocks, sizes_here[6]))
+        begin = split * each
+        end = gl.minimum(begin + each, blocks)
+        none = begin
+        if RANGES:
+            begin, end, top, codes = looked_at(
+                range_ptr + b * range_b + head * range_h + base // (64 * NWG) * RECORD, begin, end
+            )
+        elif LINES:
+            begin, end = seen_blocks(begin, end, b, head, base, n_q, q_pos, k_pos, group, data, NWG, BN, PACK)
+        if not RANGES:
+            codes = gl.full([BLOCKS], -1, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+            top = end + BLOCKS
+        code = -1
+        below = end
+        fresh = True
+        going = True
+        while going:
+            follow, top, codes = next_code(
+                below, top, codes, begin, end, b, head, base, n_q, n_k, q_pos, k_pos, group, data, NWG, BN,
+                PACK, 1)  # fmt: skip
+            if code < 0:
+                # The first round finds the first block. A tile without keys is one block of which nothing is seen.
+                code = gl.where(follow < 0, (none << 10) | (63 << 4), follow)
+            else:
+                going = follow >= 0
+                if follow < 0:
+                    raw = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+                n = key0 + (code >> 10) * BN
+                load_keys(
+                    it, code | (follow < 0).to(gl.int32), (tb, g, n), k_desc, k_desc2, k_s, k_s2, code_s, k_full,
+                    k_empty, D0, D1, BN, ST)  # fmt: skip
+                if it > 0:
+                    load_values(
+                        it, (v_b, v_g, v_n), v_desc, v_desc2, v_s, v_s2, v_full, v_empty, E0, E1, BN,
+                        ST)  # fmt: skip
+                if fresh:
+                    tell(ti, (b, head, g, base, split, row0, n_q, n_k, t), tile_s, tile_full, tile_empty)
+                    load_rows(
+                        ti, tb, head, g, base, row0, group, q_desc, q_desc2, q_s, q_s2, q_full, q_empty, D0, D1,
+                        NWG, PACK)  # fmt: skip
+                fresh = False
+                v_b, v_g, v_n = tb, g, n
+                it += 1
+                code = follow
+            below = code >> 10
+        ti += 1
+    else:
+        raw = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    return raw, ti, it, v_b, v_g, v_n
 
 
 @gluon.jit
@@ -99,75 +168,16 @@ def producer(
 
     The key block of use n is loaded before the value block of use n - 1, over the borders of tiles too.
     """
-    q_offset, q_offset_ptr, k_offset, k_offset_ptr = offsets
-    range_ptr, range_b, range_h = ranges
     it = 0
     ti = 0
     v_b, v_g, v_n = 0, 0, 0
     t = gl.program_id(0)
     while t < tiles_of(sizes, VARLEN):
-        sizes_here = here_all(sizes)
-        b, head, base, split, row0, n_q, key0, n_k = place(
-            t, sizes_here, tables, VARLEN, USED_Q, USED_K, NWG, PACK, 1
-        )
-        raw = 0
-        if base < n_q * PACK:
-            tb = 0 if VARLEN else b
-            g = head if PACK > 1 else head // group
-            q_pos = here(offset_of(q_offset, q_offset_ptr, b, n_k - n_q, Q_OFFSET))
-            k_pos = here(offset_of(k_offset, k_offset_ptr, b, 0, K_OFFSET))
-            blocks = gl.cdiv(n_k, BN)
-            each = gl.where(split_tiles > 0, split_tiles, gl.cdiv(blocks, sizes_here[6]))
-            begin = split * each
-            end = gl.minimum(begin + each, blocks)
-            none = begin
-            if RANGES:
-                begin, end, top, codes = looked_at(
-                    range_ptr + b * range_b + head * range_h + base // (64 * NWG) * RECORD, begin, end
-                )
-            elif LINES:
-                begin, end = seen_blocks(
-                    begin, end, b, head, base, n_q, q_pos, k_pos, group, data, NWG, BN, PACK
-                )
-            if not RANGES:
-                codes = gl.full([BLOCKS], -1, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-                top = end + BLOCKS
-            code = -1
-            below = end
-            fresh = True
-            going = True
-            while going:
-                follow, top, codes = next_code(
-                    below, top, codes, begin, end, b, head, base, n_q, n_k, q_pos, k_pos, group, data, NWG, BN,
-                    PACK, 1)  # fmt: skip
-                if code < 0:
-                    # The first round finds the first block. A tile without keys is one block of which nothing is seen.
-                    code = gl.where(follow < 0, (none << 10) | (63 << 4), follow)
-                else:
-                    going = follow >= 0
-                    if follow < 0:
-                        raw = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-                    n = key0 + (code >> 10) * BN
-                    load_keys(
-                        it, code | (follow < 0).to(gl.int32), (tb, g, n), k_desc, k_desc2, k_s, k_s2, code_s, k_full,
-                        k_empty, D0, D1, BN, ST)  # fmt: skip
-                    if it > 0:
-                        load_values(
-                            it, (v_b, v_g, v_n), v_desc, v_desc2, v_s, v_s2, v_full, v_empty, E0, E1, BN,
-                            ST)  # fmt: skip
-                    if fresh:
-                        tell(ti, (b, head, g, base, split, row0, n_q, n_k, t), tile_s, tile_full, tile_empty)
-                        load_rows(
-                            ti, tb, head, g, base, row0, group, q_desc, q_desc2, q_s, q_s2, q_full, q_empty, D0, D1,
-                            NWG, PACK)  # fmt: skip
-                    fresh = False
-                    v_b, v_g, v_n = tb, g, n
-                    it += 1
-                    code = follow
-                below = code >> 10
-            ti += 1
-        else:
-            raw = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        raw, ti, it, v_b, v_g, v_n = load_one_tile(
+            t, ti, it, (v_b, v_g, v_n), q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, q_s, q_s2, k_s, k_s2,
+            v_s, v_s2, tile_s, code_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+            counter_ptr, ranges, sizes, tables, offsets, group, split_tiles, data, NWG, BN, D0, D1, E0, E1, ST,
+            PACK, VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, RANGES)  # fmt: skip
         # Every tile is drawn for once; the last draw leaves the counter as the next call wants it.
         if raw == tiles_of(sizes, VARLEN) - 1:
             gl.atomic_xchg(counter_ptr, 0, sem="relaxed")

@@ -8,10 +8,27 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.backends.hopper.forward_place import line_of
-from tilewise.backends.hopper.rings import get, load_tile, put, release
+from tilewise.backends.hopper.rings import get, here, load_tile, put, release
 
 FIELDS = gl.constexpr(9)
 """Numbers that tell the consumers about a tile: b, head, KV head, first line, split, first row, rows, keys, its own."""
+
+
+@gluon.jit
+def here_all(sizes):
+    """sizes, hidden so that nothing made of them is kept from tile to tile: the producer has few registers."""
+    batch, heads, n_q, n_k, row_tiles, swizzle, splits, early = sizes
+    return (
+        here(batch), here(heads), here(n_q), here(n_k), here(row_tiles), here(swizzle), here(splits), here(early),
+    )  # fmt: skip
+
+
+@gluon.jit
+def tiles_of(sizes, VARLEN: gl.constexpr):
+    """How many tiles there are."""
+    batch, heads, _, _, row_tiles, _, splits, _ = here_all(sizes)
+    units = heads if VARLEN else batch * heads
+    return units * row_tiles * splits
 
 
 @gluon.jit
