@@ -5,8 +5,8 @@ pay for all of the mask. Its conjuncts are sorted: *holes*, which every tile app
 *ends*, for which a tile is FULL or not.
 
 Remainders of a difference are formed of remainders of rows and of columns, of which a tile has few. By powers of two
-they are the low bits of the positions, which the compiler finds to be the same for all tiles and for most elements of
-a thread.
+they are low bits of the positions: `(q - k) % 4 < 2` is a test of one bit, and rows that lie a multiple of 4 apart
+share it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class HolePrinter(TilePrinter):
             sign = {"add": "+", "sub": "-", "mul": "*"}[node.op]
             return f"({self._low(node.args[0], bits)} {sign} {self._low(node.args[1], bits)})"
         if node.op == "var" and node.value in ("q", "k"):
-            # What is the same for all rows is taken apart, so that the compiler sees the bits of the tile's start.
+            # What is the same for all rows is taken apart, so that the compiler sees which rows have the same bits.
             own = "i" if node.value == "q" else "j"
             return f"(({own} & {bits}) + (({node.value} - {own}) & {bits}))"
         return f"({self.names[node]} & {bits})"
