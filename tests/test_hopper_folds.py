@@ -12,6 +12,7 @@ import tilewise as tw
 from tilewise.backends.hopper import algebra
 from tilewise.backends.hopper.launch_forward import divisors
 from tilewise.backends.hopper.print_fold import plan, print_limits, print_reach, print_sees, with_literals
+from tilewise.backends.hopper.tiles import FOLDING, PLAIN, default
 from tilewise.backends.triton.layout import describe
 from tilewise.spec import expression as ex
 from tilewise.spec import words
@@ -117,6 +118,27 @@ def test_what_belongs_to_rows_meets_no_element():
 def test_a_softcap_takes_maxima_of_the_tanh():
     score = plan(spec_of(tw.causal(), tw.softcap(30.0))[0])[0]
     assert score.rising and score.core.op == "tanh" and score.rest is None
+
+
+def test_a_tanh_of_products_alone_has_a_slope():
+    """It is printed with its numbers as one word, and takes the tiles of plain scores."""
+    slope = {name: plan(spec_of(*SCORES[name])[0])[0].slope for name in SCORES}
+    assert {name for name, k in slope.items() if k is not None} == {"softcap", "softcap then alibi"}
+    one = tw.custom_score(lambda s, q: 7.0 * words.tanh(0.25 * s) - 0.1 * q)
+    assert plan(spec_of(None, one)[0])[0].slope is not None
+    assert default((128, 128), spec_of(tw.causal(), tw.softcap(30.0))[0]) == PLAIN[128, 128]
+    assert default((128, 128), spec_of(*SCORES["softcap then alibi"])[0]) == FOLDING[128, 128]
+
+
+def test_the_polynomial_of_a_tanh():
+    pytest.importorskip("triton")
+    from tilewise.backends.hopper.words import NEAR
+
+    bits = torch.tensor([int(text[2:], 16) for text in NEAR.value]).to(torch.int32)
+    a, b, c = bits.view(torch.float32).double()
+    y = torch.linspace(1e-4, 0.75, 10001, dtype=torch.float64)
+    t = y * y
+    assert ((a + t * (b + t * c)) * y / torch.tanh(y) - 1).abs().max() < 2.2e-4
 
 
 # ---- masks ---------------------------------------------------------------------------------------------------

@@ -49,12 +49,16 @@ class Score(NamedTuple):
     @property
     def rising(self) -> bool:
         """Whether rate is a product of positive literals and of numbers of the call, whose signs the host knows."""
-        factors = ex.topological(self.rate)
-        known = all(
-            f.op in ("mul", "div", "float_scalar") or f is SCALE or (f.op == "const" and f.value > 0)  # type: ignore[operator]
-            for f in factors
-        )
-        return self.rest is None and known
+        return self.rest is None and of_call(self.rate)
+
+    @property
+    def slope(self) -> Node | None:
+        """k where the core is tanh(k * raw), and k and rate are numbers of the call; None for other scores."""
+        inner = self.core.args[0] if self.core.op == "tanh" and of_call(self.rate) else RAW
+        if inner.op != "mul" or RAW not in inner.args:
+            return None
+        k = inner.args[1] if inner.args[0] is RAW else inner.args[0]
+        return k if of_call(k) else None
 
     @property
     def bounded(self) -> bool:
@@ -65,6 +69,14 @@ class Score(NamedTuple):
 def along_row(node: Node) -> bool:
     """Whether a node is one number for a row."""
     return ex.variables(node) <= ROWS
+
+
+def of_call(root: Node) -> bool:
+    """Whether a node is a product of positive literals and of numbers of the call."""
+    return all(
+        n.op in ("mul", "div", "float_scalar") or n is SCALE or (n.op == "const" and n.value > 0)  # type: ignore[operator]
+        for n in ex.topological(root)
+    )
 
 
 def reads_raw(node: Node) -> bool:

@@ -69,7 +69,7 @@ def careful_block(
     # 32 keys as a block of their own, of which no condition is FULL.
     s, rate, shift = fold(
         s, ((n // 32) << 10) | 144, 0, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, True, FUSED,
-        32, SL)  # fmt: skip
+        False, 32, SL)  # fmt: skip
     m, alpha = raise_top(m, top_of(s, rate, shift), 0.0, False)
     p = weigh(s, m, rate, shift)
     l = gl.fma(l, alpha, gl.sum(p, 1))  # noqa: E741

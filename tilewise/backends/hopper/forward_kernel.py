@@ -225,12 +225,13 @@ def next_block(
         s = warpgroup_mma_wait(AHEAD, deps=(s,))
     release(k_empty.index(st))
     s, rate, shift = fold(
-        s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, False, FUSED, BN, SL)  # fmt: skip
+        s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, False, FUSED, BOUNDED, BN,
+        SL)  # fmt: skip
     alpha = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, SL))
     if not BOUNDED:
         m, alpha = raise_top(m, top_of(s, rate, shift), GROWTH, LAZY)
     if ORDER == 5:
-        p = weigh(s, m, rate, shift)
+        p = s if BOUNDED else weigh(s, m, rate, shift)
         l = grow(l, alpha, p, APART, BN)  # noqa: E741
     if ORDER > 0:
         ahead = it + 1
@@ -243,7 +244,7 @@ def next_block(
             acc2 = rescale(acc2, gl.convert_layout(alpha, gl.SliceLayout(1, OL2)), LAZY, E1 // 2)
         acc = rescale(acc, gl.convert_layout(alpha, gl.SliceLayout(1, OL)), LAZY, E0 // 2)
     if ORDER != 5:
-        p = weigh(s, m, rate, shift)
+        p = s if BOUNDED else weigh(s, m, rate, shift)
         l = grow(l, alpha, p, APART, BN)  # noqa: E741
     return it, code, m, l, acc, acc2, p.to(weights.dtype)
 
@@ -295,13 +296,14 @@ def one_tile(
     s = warpgroup_mma_wait(0, deps=(s,))
     release(k_empty.index(st))
     s, rate, shift = fold(
-        s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, True, FUSED, BN, SL)  # fmt: skip
+        s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, True, FUSED, BOUNDED, BN,
+        SL)  # fmt: skip
     if BOUNDED:
         m = shift
     else:
         # A finite maximum, so that -inf minus it is -inf in rows that see nothing.
         m = gl.maximum(top_of(s, rate, shift), LOWEST)
-    p = weigh(s, m, rate, shift)
+    p = s if BOUNDED else weigh(s, m, rate, shift)
     l = sums_of(p, APART, BN)  # noqa: E741
     weights = p.to(dt)
     acc = gl.full([64, E0], 0.0, gl.float32, OL)

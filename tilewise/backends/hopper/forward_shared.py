@@ -68,13 +68,20 @@ def parts_of(rows, q_offset, b, h, g, scale, data):
 
 @gluon.jit
 def fold(s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data,
-         FIRST: gl.constexpr, FUSED: gl.constexpr, BN: gl.constexpr, SL: gl.constexpr):  # fmt: skip
-    """(u, rate, shift) of a tile of products: u * rate + shift is its score in powers of two, -inf where hidden."""
+         FIRST: gl.constexpr, FUSED: gl.constexpr, BOUNDED: gl.constexpr, BN: gl.constexpr,
+         SL: gl.constexpr):  # fmt: skip
+    """(u, rate, shift) of a tile of products: u * rate + shift is its score in powers of two, -inf where hidden.
+
+    BOUNDED: u is 2^(score - shift), 0 where hidden.
+    """
+    HIDE: gl.constexpr = 0.0 if BOUNDED else float("-inf")
     j0 = (code >> 10) * BN
     k0 = j0 + k_offset
     j = (j0 + gl.arange(0, BN, layout=gl.SliceLayout(0, SL)))[None, :]
     i = rows[:, None]
-    u, rate, shift = scores(s, parts, i, j, i + q_offset, j + k_offset, j0, k0, b, h, g, scale, FUSED, data)
+    u, rate, shift = scores(
+        s, parts, i, j, i + q_offset, j + k_offset, j0, k0, b, h, g, scale, FUSED, BOUNDED, data
+    )
     shift = gl.full([64, 1], 0.0, gl.float32, SL) + shift
     if LINES or FIRST:
         cuts = False
@@ -86,10 +93,10 @@ def fold(s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data,
         if cuts:
             i = here(rows)[:, None]
             first, last = limits(parts, i, i + q_offset, n_k, k_offset, b, h, g, scale, data)
-            u = cut(u, first - j0, last - j0, BELOW, BN // 2)
+            u = cut(u, first - j0, last - j0, BELOW, BN // 2, BOUNDED)
     if OTHER:
         if ((code >> (7 + w)) & 1) != 0:
             i = here(rows)[:, None]
             seen = sees(s, parts, i, j, i + q_offset, j + k_offset, j0, k0, b, h, g, scale, data)
-            u = gl.where(seen, u, float("-inf"))
+            u = gl.where(seen, u, HIDE)
     return u, rate, gl.max(shift, 1)

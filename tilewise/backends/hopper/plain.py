@@ -21,8 +21,8 @@ def row_parts(i, q, b, h, g, scale, data):
 
 
 @gluon.jit
-def scores(raw, parts, i, j, q, k, j0, k0, b, h, g, scale, FUSED: gl.constexpr, data):
-    """(u, rate, shift): u * rate + shift is the score in powers of two."""
+def scores(raw, parts, i, j, q, k, j0, k0, b, h, g, scale, FUSED: gl.constexpr, BOUNDED: gl.constexpr, data):
+    """(u, rate, shift): u * rate + shift is the score in powers of two; if BOUNDED, u is 2^(score - shift)."""
     return times_unless(FUSED, raw, parts[0]), rate_if(FUSED, parts[0]), gl.to_tensor(0.0)
 
 

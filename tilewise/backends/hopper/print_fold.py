@@ -193,19 +193,25 @@ def print_scores(spec: AttentionSpec, slots: Slots) -> str:
     """Text of `scores`."""
     score, _, rows = plan(spec)
     printer = FoldPrinter(slots, rows)
-    core = printer.emit(score.core)
+    slope = None if score.slope is None else printer.emit(score.slope)
+    core = printer.emit(score.core) if slope is None else ""
     if not algebra.reads_raw(score.core):
         core = f"like({core}, raw)"
     rate = printer.emit(score.rate)
     shift = "tl.full((), 0.0, tl.float32)" if score.shift is None else printer.emit(score.shift)
-    if score.rest is not None:
+    if slope is not None:
+        more = "" if score.rest is None else f" + {printer.emit(score.rest)}"
+        result = f"capped(raw, {slope}, {rate}, BOUNDED){more}, tl.full((), 1.0, tl.float32), {shift}"
+    elif score.rest is not None:
         result = f"fused({core}, {rate}, {printer.emit(score.rest)}), tl.full((), 1.0, tl.float32), {shift}"
     elif score.rising:
-        result = f"times_unless(FUSED, {core}, {rate}), rate_if(FUSED, {rate}), {shift}"
+        u = f"powers_if(BOUNDED, times_unless(FUSED, {core}, {rate}), {rate})"
+        result = f"{u}, rate_if(FUSED, {rate}), {shift}"
     else:
         result = f"{core} * {rate}, tl.full((), 1.0, tl.float32), {shift}"
-    doc = "(u, rate, shift): u * rate + shift is the score in powers of two."
-    return _function("scores", f"{TILE}, FUSED: tl.constexpr, data", doc, printer.body(result))
+    doc = "(u, rate, shift): u * rate + shift is the score in powers of two; if BOUNDED, u is 2^(score - shift)."
+    arguments = f"{TILE}, FUSED: tl.constexpr, BOUNDED: tl.constexpr, data"
+    return _function("scores", arguments, doc, printer.body(result))
 
 
 def print_sees(spec: AttentionSpec, slots: Slots) -> str:

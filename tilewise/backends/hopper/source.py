@@ -31,8 +31,8 @@ FOLDS = re.compile(r"^from tilewise\.backends\.hopper\.plain import [\w, ]+$", r
 SHARED = re.compile(r"^from (tilewise\.backends\.hopper\.\w+_shared) import ([\w, ]+)$", re.MULTILINE)
 """A template's line that imports from another template: the printed module imports from its printed form."""
 OWN_WORDS = (
-    "divide", "floordiv_along", "floordiv_int", "fused", "inside_int32", "like", "load_where", "mod_along", "mod_int",
-    "rate_if", "spread", "tanh", "times_unless",
+    "capped", "divide", "floordiv_along", "floordiv_int", "fused", "inside_int32", "like", "load_where", "mod_along",
+    "mod_int", "powers_if", "rate_if", "spread", "tanh", "times_unless",
 )  # fmt: skip
 """What `words.py` here says in another way, or says at all."""
 
