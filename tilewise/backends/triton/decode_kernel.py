@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tilewise.backends.triton.absorb_kernel import INTERPRETED, absorb, join_warps, narrowed, nothing_seen
+from tilewise.backends.triton.absorb_kernel import absorb, join_warps, narrowed, nothing_seen
 from tilewise.backends.triton.forward_kernel import (
     CARE_N,
     CHUNK,
@@ -25,7 +25,7 @@ from tilewise.backends.triton.forward_kernel import (
     sequence_length,
 )
 from tilewise.backends.triton.merge_kernel import merge_parts, merge_row, write_rows
-from tilewise.backends.triton.pages import ask_early, table_row
+from tilewise.backends.triton.pages import table_row
 from tilewise.backends.triton.words import LOG2E
 
 FEW_ROWS = tl.constexpr(32)
@@ -313,10 +313,6 @@ def decode_program(
         q_ptr, here, 0, q_b, q_h, q_n, q_d, group, by_group, size_d, VARLEN, BLOCK_M, D_PAD, STEP_Q, UNIT, SINGLE,
         RATIO,
     )  # fmt: skip
-    if PAGING == "shift" and not INTERPRETED:
-        entries = seqlen_k >> page_shift
-        first = split * quotient(entries, splits, by_splits, SINGLE)
-        ask_early(table_ptr, table_b, here[0], entries, first)
     share = share_of(
         used_k_ptr, leftpad_ptr, here[0], seqlen_k, splits, by_splits, split_tiles, True, BLOCK_N, SINGLE
     )

@@ -278,12 +278,14 @@ def _of_one(problem: Problem) -> tuple[int, int, int, int] | None:
     programs read faster."""
     s = problem.shape
     rows = s.seqlen_q * problem.group
+    wide = padded(s.head_dim) == padded(s.head_dim_v) == 128
     if rows > 8:
         # What every warp would keep of so many rows, and merge at the end, costs more than waiting for each other.
-        return (128, 8, 3, 1) if padded(s.head_dim) == padded(s.head_dim_v) == 128 else None
-    if _in_pages(problem) and (problem.page_size % 64 or rows > 4):
+        return (128, 4, 3, 1) if wide else None
+    if _in_pages(problem) and (problem.page_size % 64 or (rows > 4 and not wide)):
         return None
-    return 64, 4, 4, 4  # its warps must not wait for each other
+    # Of narrow heads, its warps must not wait for each other.
+    return (128, 8, 3, 1) if wide else (64, 4, 4, 4)
 
 
 def paging(problem: Problem, plan: DecodePlan) -> str | int:

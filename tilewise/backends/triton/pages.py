@@ -10,11 +10,6 @@ its page), and the number of pages of the pool. Entries outside the pool are cla
 import triton
 import triton.language as tl
 
-EARLY_ENTRIES = tl.constexpr(1024)
-"""Entries of a row of the block table that a program asks for before it knows which it needs."""
-SECTOR = tl.constexpr(8)
-"""Entries that come together from memory."""
-
 
 @triton.jit
 def begin_of(table_ptr, table_b, b):
@@ -24,17 +19,6 @@ def begin_of(table_ptr, table_b, b):
     else:
         row = table_ptr + tl.cast(b, tl.int64) * table_b
     return row
-
-
-@triton.jit
-def ask_early(table_ptr, table_b, b, entries, first):
-    """Bring a short row of the block table, or a part of a long one from entry `first` on, near the program, while it
-    waits for the sequence's length."""
-    start = tl.where(entries > EARLY_ENTRIES, first, 0)
-    at = tl.minimum(start + tl.arange(0, EARLY_ENTRIES // SECTOR) * SECTOR, tl.maximum(entries - 1, 0))
-    where = (begin_of(table_ptr, table_b, b) + at).to(tl.int64)
-    text: tl.constexpr = "prefetch.global.L1 [$1]; mov.b32 $0, 0;"
-    tl.inline_asm_elementwise(text, "=r,l", [where], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
