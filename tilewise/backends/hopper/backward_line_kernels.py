@@ -6,13 +6,14 @@ part (-inf and 0), and clears the tile's sums. It marks heads of which some rows
 that roundings would be felt; for those `again_program` computes m, low and delta afresh, and the second look follows.
 `collect_rows` reads the sums, in the order in which threads held them (`backward_rings.add_fragments`), and writes dq.
 
-Grid: x = heads * row tiles of BM (of all batch entries, or of the packed tokens).
+Grid: x = heads * row tiles of BM (of all batch entries, or of the packed tokens, behind those that see to gaps).
 Tile t of head h is number t + h * row_tiles, packed counted from (cu_q[b] // BM + b).
 """
 
 import triton
 import triton.language as tl
 
+from tilewise.backends.hopper.backward_gaps import PROGRAMS, clear_gaps
 from tilewise.backends.triton.forward_kernel import find_sequence, load_tile, sequence_length
 from tilewise.backends.triton.prepare_kernel import prepare_tile
 from tilewise.backends.triton.words import LOG2E
@@ -40,21 +41,53 @@ def locate(
 @triton.jit
 def fill_lines(
     out_ptr, do_ptr, lse_ptr, dlse_ptr, m_ptr, low_ptr, delta_ptr, line_m_ptr, line_delta_ptr, sums_ptr, marks_ptr,
-    cu_q_ptr, used_q_ptr, cu_k_ptr, used_k_ptr, g_b, g_h, g_n, o_b, o_h, o_n, l_b, l_h, l_n, dl_b, dl_h, dl_n,
-    batch, heads, seqlen_q, seqlen_k, row_tiles, size_dv, few, cleared, limit, VARLEN: tl.constexpr,
-    FLOATS: tl.constexpr, EXACT: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr,
+    cu_q_ptr, used_q_ptr, cu_k_ptr, used_k_ptr, dq_ptr, dk_ptr, dv_ptr, g_b, g_h, g_n, o_b, o_h, o_n, l_b, l_h, l_n,
+    dl_b, dl_h, dl_n, batch, heads, seqlen_q, seqlen_k, row_tiles, size_dv, dq_width, dk_width, dv_width, few, cleared,
+    limit, VARLEN: tl.constexpr, FLOATS: tl.constexpr, EXACT: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr,
 ):  # fmt: skip
     """See the header. Strides of do and out are in units of 8 elements. FLOATS: sums of a tile, 0 if there are none;
     those of the first `cleared` tiles are cleared here, the others by the main kernel. Behind those of all tiles stand
-    their turns (`backward_kernel.keeper`)."""
-    number = tl.program_id(0)
-    b, h, i0, row0, n_q = locate(number, cu_q_ptr, used_q_ptr, batch, heads, seqlen_q, row_tiles, VARLEN, BM)
+    their turns (`backward_kernel.keeper`). Packed, the first programs see to what no sequence owns."""
+    if VARLEN:
+        program = tl.program_id(0)
+        if program < PROGRAMS:
+            clear_gaps(
+                program, cu_q_ptr, used_q_ptr, batch, seqlen_q, dq_ptr, dq_width, None, 0, m_ptr, low_ptr, delta_ptr,
+                heads)  # fmt: skip
+            clear_gaps(
+                program, cu_k_ptr, used_k_ptr, batch, seqlen_k, dk_ptr, dk_width, dv_ptr, dv_width, None, None, None,
+                heads)  # fmt: skip
+        else:
+            fill_tile(
+                program - PROGRAMS, out_ptr, do_ptr, lse_ptr, dlse_ptr, m_ptr, low_ptr, delta_ptr, line_m_ptr,
+                line_delta_ptr, sums_ptr, marks_ptr, cu_q_ptr, used_q_ptr, cu_k_ptr, used_k_ptr, g_b, g_h, g_n, o_b,
+                o_h, o_n, l_b, l_h, l_n, dl_b, dl_h, dl_n, batch, heads, seqlen_q, seqlen_k, row_tiles, size_dv, few,
+                cleared, limit, VARLEN, FLOATS, EXACT, DV_PAD, EVEN, BM)  # fmt: skip
+    else:
+        fill_tile(
+            tl.program_id(0), out_ptr, do_ptr, lse_ptr, dlse_ptr, m_ptr, low_ptr, delta_ptr, line_m_ptr,
+            line_delta_ptr, sums_ptr, marks_ptr, cu_q_ptr, used_q_ptr, cu_k_ptr, used_k_ptr, g_b, g_h, g_n, o_b, o_h,
+            o_n, l_b, l_h, l_n, dl_b, dl_h, dl_n, batch, heads, seqlen_q, seqlen_k, row_tiles, size_dv, few, cleared,
+            limit, VARLEN, FLOATS, EXACT, DV_PAD, EVEN, BM)  # fmt: skip
+
+
+@triton.jit
+def fill_tile(
+    number, out_ptr, do_ptr, lse_ptr, dlse_ptr, m_ptr, low_ptr, delta_ptr, line_m_ptr, line_delta_ptr, sums_ptr,
+    marks_ptr, cu_q_ptr, used_q_ptr, cu_k_ptr, used_k_ptr, g_b, g_h, g_n, o_b, o_h, o_n, l_b, l_h, l_n, dl_b, dl_h,
+    dl_n, batch, heads, seqlen_q, seqlen_k, row_tiles, size_dv, few, cleared, limit, VARLEN: tl.constexpr,
+    FLOATS: tl.constexpr, EXACT: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows."""
     if FLOATS > 0:
         place = sums_ptr + number.to(tl.int64) * FLOATS
         if number < cleared:
             for n in tl.static_range(FLOATS // 1024):
                 tl.store(place + n * 1024 + tl.arange(0, 1024), tl.zeros([1024], tl.float32))
-        tl.store(sums_ptr + tl.num_programs(0).to(tl.int64) * FLOATS + number, 0.0)
+        tiles = tl.cast(row_tiles, tl.int64) * heads * (1 if VARLEN else batch)
+        tl.store(sums_ptr + tiles * FLOATS + number, 0.0)
+    b, h, i0, row0, n_q = locate(number, cu_q_ptr, used_q_ptr, batch, heads, seqlen_q, row_tiles, VARLEN, BM)
     rows = i0 + tl.arange(0, BM)
     own = rows < n_q
     tokens = (row0 + rows).to(tl.int64)
@@ -96,15 +129,16 @@ def fill_lines(
 def collect_rows(
     sums_ptr, dq_ptr, marks_ptr, taken_ptr, cu_q_ptr, used_q_ptr, dq_b, dq_h, dq_n, batch, heads, seqlen_q, row_tiles,
     size_d, first, unit_rows, shares, scale, VARLEN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """See the header. Program x collects tile first + x; those after them see to SHARES shares each of the tiles before
-    `first` that the main kernel did not take: `shares` shares of each unit of `unit_rows` tiles."""
+    """See the header. Strides of dq are in units of 8 elements; EVEN: all columns are dq's. Program x collects tile
+    first + x; those after them see to SHARES shares each of the tiles before `first` that the main kernel did not take:
+    `shares` shares of each unit of `unit_rows` tiles."""
     at = first + tl.program_id(0)
     if taken_ptr is None:
         collect_tile(
             at, sums_ptr, dq_ptr, marks_ptr, cu_q_ptr, used_q_ptr, dq_b, dq_h, dq_n, batch, heads, seqlen_q, row_tiles,
-            size_d, scale, VARLEN, BM, PARTS, WIDTH)  # fmt: skip
+            size_d, scale, VARLEN, BM, PARTS, WIDTH, EVEN)  # fmt: skip
     else:
         total = row_tiles * heads * (1 if VARLEN else batch)
         own = at < total
@@ -136,34 +170,46 @@ def collect_rows(
             for r in range(a, b):
                 collect_tile(
                     r, sums_ptr, dq_ptr, marks_ptr, cu_q_ptr, used_q_ptr, dq_b, dq_h, dq_n, batch, heads, seqlen_q,
-                    row_tiles, size_d, scale, VARLEN, BM, PARTS, WIDTH)  # fmt: skip
+                    row_tiles, size_d, scale, VARLEN, BM, PARTS, WIDTH, EVEN)  # fmt: skip
 
 
 @triton.jit
 def collect_tile(
     number, sums_ptr, dq_ptr, marks_ptr, cu_q_ptr, used_q_ptr, dq_b, dq_h, dq_n, batch, heads, seqlen_q, row_tiles,
     size_d, scale, VARLEN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of dq. 64 rows of sums are PARTS times 64 x WIDTH."""
+    """One tile of dq. 64 rows of sums are PARTS times 64 x WIDTH, and there are two such parts."""
+    tl.static_assert(BM // 64 * PARTS == 2)
+    at = sums_ptr + tl.cast(number, tl.int64) * (2 * 64 * WIDTH) + tl.arange(0, 64 * WIDTH)
+    # They come while it is found whose they are.
+    first, second = tl.load(at), tl.load(at + 64 * WIDTH)
     b, h, i0, row0, n_q = locate(number, cu_q_ptr, used_q_ptr, batch, heads, seqlen_q, row_tiles, VARLEN, BM)
-    tensor_b = 0 if VARLEN else b
-    bad = 0
-    for part in tl.static_range(BM // 64 * PARTS):
-        rows = i0 + part // PARTS * 64 + tl.arange(0, 64)
-        places = dq_ptr + tensor_b * dq_b + h * dq_h + (row0 + rows).to(tl.int64) * dq_n
-        at = sums_ptr + (tl.cast(number, tl.int64) * (BM // 64 * PARTS) + part) * (64 * WIDTH)
-        x = tl.load(at + tl.arange(0, 64 * WIDTH))
-        bad = tl.maximum(bad, tl.max(((x - x) != 0).to(tl.int32), 0))
-        # Groups of 8 columns, warps, rows, pairs of columns, rows 8 apart, columns.
-        x = tl.reshape(x, [WIDTH // 8, 4, 8, 4, 2, 2])
-        x = tl.reshape(tl.permute(x, [1, 4, 2, 0, 3, 5]), [64, WIDTH])
-        d = part % PARTS * WIDTH + tl.arange(0, WIDTH)
-        inside = (rows < n_q)[:, None] & (d < size_d)[None, :]
-        tl.store(places[:, None] + d[None, :], (x * scale).to(dq_ptr.dtype.element_ty), mask=inside)
-    if bad > 0:
+    wrong = ((first - first) != 0) | ((second - second) != 0)
+    base = dq_ptr + (tl.cast(0 if VARLEN else b, tl.int64) * dq_b + tl.cast(h, tl.int64) * dq_h) * 8
+    leave_part(base, first * scale, dq_n, i0, row0, n_q, 0, size_d, WIDTH, EVEN)
+    leave_part(
+        base, second * scale, dq_n, i0 + (64 if PARTS == 1 else 0), row0, n_q, 0 if PARTS == 1 else WIDTH, size_d,
+        WIDTH, EVEN)  # fmt: skip
+    if tl.max(wrong.to(tl.int32), 0) > 0:
         if i0 < n_q:
             tl.store(marks_ptr + b * heads + h, 1)
             tl.store(marks_ptr + batch * heads, 1)
+
+
+@triton.jit
+def leave_part(base, x, dq_n, i0, row0, n_q, column, size_d, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """64 rows of sums, in the order in which threads held them, as rows of dq. EVEN: all columns are dq's."""
+    # Groups of 8 columns, warps, rows, pairs of columns, rows 8 apart, columns.
+    x = tl.reshape(x, [WIDTH // 8, 4, 8, 4, 2, 2])
+    x = tl.reshape(tl.permute(x, [1, 4, 2, 0, 3, 5]), [64, WIDTH])
+    rows = i0 + tl.arange(0, 64)
+    d = column + tl.arange(0, WIDTH)
+    places = base + ((row0 + rows).to(tl.int64) * dq_n)[:, None] * 8 + d[None, :]
+    inside = (rows < n_q)[:, None]
+    if not EVEN:
+        inside = inside & (d // 8 < size_d // 8)[None, :]
+    tl.store(places, x.to(base.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.backends.hopper.backward_rings import ENTRY, RING, key_tile, load_chunks, number, same
+from tilewise.backends.hopper.backward_rings import ENTRY, RING, key_tile, load_chunks, number, same, tiles_of
 from tilewise.backends.hopper.forward_place import offset_of
 from tilewise.backends.hopper.names import tma_load
 from tilewise.backends.hopper.plain import classify, derive, keep
@@ -57,6 +57,19 @@ def code_before(u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, dat
 
 
 @gluon.jit
+def later_hidden(code, n_m, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM: gl.constexpr):
+    """1 if row tile `code` is PARTIAL and none of its first 64 rows sees a key from j0 + 64 on, else 0."""
+    unit = code // 4 + gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    member = gl.minimum(unit // n_m, group - 1)
+    i0 = (unit - member * n_m) * BM
+    i1 = gl.minimum(i0 + 64, n_q) - 1
+    h = g * group + member
+    kind = classify(gl.minimum(i0, i1), i1, gl.minimum(j0 + 64, j1), j1, q_offset, k_offset, b, h, h, g, data)
+    hidden = ((kind == 0) | (j0 + 64 > j1)) & ((code & 2) != 0)
+    return same(gl.max(hidden.to(gl.int32), 0))
+
+
+@gluon.jit
 def produce(
     t, n0, kv, at, descs, room, slots, signals, free, phase, counter_ptr, sizes, tables, offsets, data,
     BM: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, NV: gl.constexpr, W: gl.constexpr, ST: gl.constexpr,
@@ -71,6 +84,14 @@ def produce(
     about_s, entry_s = slots
     kv_full, q_full, q_empty, do_full, do_empty = signals
     b, g, n, row0, n_q, key0, n_k, first = key_tile(t, sizes, tables, VARLEN, USED_Q, USED_K, BM, BN)
+    if VARLEN and DRAW:
+        # Tiles without keys are nobody's; where none is left, one behind all keys does nothing.
+        total = tiles_of(sizes, VARLEN)
+        while (n * BN >= n_k) & (t < total):
+            t = gl.atomic_add(counter_ptr, 1, sem="relaxed") + (0 if ORDER else gl.num_programs(0))
+            b, g, n, row0, n_q, key0, n_k, first = key_tile(
+                gl.minimum(t, total - 1), sizes, tables, VARLEN, USED_Q, USED_K, BM, BN)  # fmt: skip
+            n = gl.where(t < total, n, total)
     _, heads, group, _, _, row_tiles, _, _ = sizes
     q_offset = offset_of(offsets[0], offsets[1], b, n_k - n_q, Q_OFFSET)
     k_offset = offset_of(offsets[2], offsets[3], b, 0, K_OFFSET)
@@ -80,6 +101,7 @@ def produce(
     units = gl.where(j0 < n_k, n_m * group, 0)
     cut = (j0 + BN > n_k).to(gl.int32) * 2
     count, partial, start = units, 0, -1
+    half = 0
     if HAS_MASK:
         count = 0
         start = units * 4
@@ -88,6 +110,8 @@ def produce(
             count += gl.sum((codes >= 0).to(gl.int32), 0)
             partial += gl.sum(((codes >= 0) & ((codes & 2) != 0)).to(gl.int32), 0)
             start = gl.minimum(start, gl.min(gl.where(codes >= 0, codes, units * 4), 0))
+        if BN == 128 and not ORDER:
+            half = later_hidden(start, n_m, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM)
         # Scans begin behind what nobody sees.
         start = same(start) // 4 - 1
     count = same(count)
@@ -102,6 +126,8 @@ def produce(
     about = (count, b, g, j0, n_k, key0, q_offset, k_offset, n_q, partial, t)
     for f in gl.static_range(11):
         put(about_s, at + f, about[f])
+    if BN == 128:
+        put(about_s, at + 13, gl.where(count > 0, half, 0))
     tb = 0 if VARLEN else b
     full = kv_full.index(kv)
     mbarrier.expect(full, BN * W * (NC + NV) * 2)

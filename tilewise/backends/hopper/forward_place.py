@@ -32,7 +32,8 @@ def sequence(cu_ptr, used_ptr, b, total, USED: gl.constexpr):
 
 @gluon.jit
 def owner(cu_ptr, slot, batch, total, tokens, WARPS: gl.constexpr = 1):
-    """The packed sequence that owns a slot, and the slot's number in it: b owns those from cu[b] // tokens + b on."""
+    """The packed sequence that owns a slot, and the slot's number in it: b owns those from cu[b] // tokens + b on. One
+    before the first sequence's gets a number beyond all."""
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     count = 0
     for start in range(0, batch, SEARCH):
@@ -41,7 +42,7 @@ def owner(cu_ptr, slot, batch, total, tokens, WARPS: gl.constexpr = 1):
         first = gl.minimum(gl.maximum(first, 0), total)
         count += gl.sum(((first // tokens + n <= slot) & (n < batch)).to(gl.int32), 0)
     b = gl.maximum(count - 1, 0)
-    return b, slot - (edge(cu_ptr, b, total) // tokens + b)
+    return b, gl.where(count > 0, slot - (edge(cu_ptr, b, total) // tokens + b), total // tokens + 1)
 
 
 @gluon.jit

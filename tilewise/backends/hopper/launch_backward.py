@@ -15,12 +15,12 @@ dq, too; other leaves have passes of their own there, and of those along columns
 
 from __future__ import annotations
 
-import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from tilewise.backends.hopper.backward_entries import AGAIN, DRAWN_ROWS, EARLY, HALVES, ROLES, ROWS
 from tilewise.backends.hopper.backward_tiles import plan_backward, way_of
 from tilewise.backends.hopper.boxes import Box, bare, boxed, keyed_strides, line_box, sums_box
 from tilewise.backends.hopper.compile import GluonLauncher
@@ -38,68 +38,17 @@ from tilewise.backends.triton.layout import describe
 from tilewise.backends.triton.leaf_gradients import LeafGradients, sink_gradient
 from tilewise.backends.triton.leaf_sums import Sites, sort_sites
 from tilewise.backends.triton.machine import machine_of
-from tilewise.backends.triton.source import Entry, argument_types
+from tilewise.backends.triton.source import argument_types
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
+    from tilewise.backends.triton.source import Entry
     from tilewise.backends.triton.tiles import Tiles
     from tilewise.problem import Inputs, Problem
 
-_PLACES = ("q_offset_ptr", "k_offset_ptr", "cu_q_ptr", "cu_k_ptr", "used_q_ptr", "used_k_ptr")
-_FLAGS = ("VARLEN", "USED_Q", "USED_K", "Q_OFFSET", "K_OFFSET")
-_TENSORS = (
-    "q_desc", "do_desc", "k_desc", "v_desc", "m_desc", "delta_desc", "dk_desc", "dv_desc", "dk_ptr", "dv_ptr",
-)  # fmt: skip
-_NUMBERS = (
-    *_PLACES, "dk_b:i64", "dk_h:i64", "dk_n:i64", "dv_b:i64", "dv_h:i64", "dv_n:i64", "batch",
-    "heads", "group", "seqlen_q", "seqlen_k", "row_tiles", "key_tiles", "swizzle",
-)  # fmt: skip
-_LAST = ("q_offset", "k_offset", "size_d", "size_dv", "scale:fp32")
-HALVES = Entry(
-    "halves", "tilewise.backends.hopper.backward_kernel", "halves_program",
-    (
-        *_TENSORS, "dq_desc", "sums_desc", "dq_ptr", "marks_ptr", "counter_ptr", "turns_ptr", "clear_ptr", "done_ptr",
-        "taken_ptr", *_NUMBERS, "lead", "lag", *_LAST,
-    ),
-    (),
-    (
-        "HAS_MASK", "HAS_TERMS", "BM", "D", "D2", "ST", "KV", *_FLAGS, "ADD", "ORDER", "WORKER", "LOADER", "AHEAD",
-        "BULK",
-    ),
-)  # fmt: skip
-ROLES = Entry(
-    "roles", "tilewise.backends.hopper.backward_roles", "roles_program",
-    (*_TENSORS, "marks_ptr", *_NUMBERS, *_LAST), (),
-    ("HAS_MASK", "HAS_TERMS", "NC", "NV", "W", "ST", *_FLAGS, "WORKER", "LOADER"),
-)  # fmt: skip
-EARLY = Entry(
-    "early", "tilewise.backends.hopper.backward_early", "early_program",
-    (*_TENSORS, "marks_ptr", "counter_ptr", *_NUMBERS, *_LAST), (),
-    ("HAS_MASK", "HAS_TERMS", "NC", "NV", "W", "ST", *_FLAGS, "WORKER", "LOADER"),
-)  # fmt: skip
-_ROW_TENSORS = (
-    "q_desc", "do_desc", "k_desc", "v_desc", "dq_desc", "dq_ptr", "m_ptr", "delta_ptr", "marks_ptr",
-)  # fmt: skip
-_ROW_NUMBERS = (
-    *_PLACES, "dq_b:i64", "dq_h:i64", "dq_n:i64", "batch", "heads", "group", "seqlen_q", "seqlen_k", "row_tiles",
-    "line_tiles", "swizzle", "q_offset", "k_offset", "size_d", "scale:fp32",
-)  # fmt: skip
-_ROW_CONSTANTS = ("HAS_MASK", "HAS_TERMS", "NC", "NV", "W", "KST", "VST", *_FLAGS, "WORKER", "LOADER")
-ROWS = Entry(
-    "rows", "tilewise.backends.hopper.backward_row_kernel", "rows_program", (*_ROW_TENSORS, *_ROW_NUMBERS), (),
-    _ROW_CONSTANTS,
-)  # fmt: skip
-DRAWN_ROWS = Entry(
-    "drawn_rows", "tilewise.backends.hopper.backward_drawn_rows", "rows_program",
-    (*_ROW_TENSORS, "counter_ptr", *_ROW_NUMBERS), (), _ROW_CONSTANTS,
-)  # fmt: skip
-AGAIN = Entry(
-    "prepare_again", "tilewise.backends.hopper.backward_line_kernels", "again_program", PREPARE.arguments,
-    PREPARE.functions, tuple(c for c in PREPARE.constants if c != "ALIGNED"),
-)  # fmt: skip
 _launchers: dict[tuple[object, ...], GluonLauncher] = {}
 _compiled: set[tuple[object, ...]] = set()
 """Kinds of calls whose kernels were compiled side by side."""
@@ -135,7 +84,7 @@ class HopperCall(Call):
         self.tape = Tape()
         super().__init__(*values)
         if self.varlen:
-            self.tape.own = [Own(self.m, math.inf), Own(self.low, 0.0), Own(self.delta, 0.0)]
+            self.tape.own = [Own(self.m, None), Own(self.low, None), Own(self.delta, None)]
         self.plan = plan_backward(self.problem)
         self.way = way_of(self.problem, machine_of(self.device).sms)
         parts = (self.marks.numel(), 1, *self.way.counters)
@@ -150,8 +99,12 @@ class HopperCall(Call):
     def _gradient(self, like: Tensor) -> Tensor:
         return self.tape.keep(super()._gradient(like), 0.0 if self.varlen else None)
 
+    def gradient(self, like: Tensor) -> Tensor:
+        """A gradient that kernels of this backend make: `fill_lines` clears what no sequence owns."""
+        return self.tape.keep(torch.empty(like.shape, dtype=like.dtype, device=like.device))
+
     def _sums(self, sites: tuple[int, ...], tokens: int) -> Tensor:
-        return self.tape.keep(super()._sums(sites, tokens), 0.0 if self.varlen else None)
+        return self.tape.keep(super()._sums(sites, tokens), 0.0 if self.varlen and sites else None)
 
     def start(self, make: Callable[[], Any], grid: int, values: Sequence[object]) -> None:
         """Launch a kernel; make gives its launcher, and compiles it at first use."""
@@ -164,8 +117,10 @@ class HopperCall(Call):
 
     # ---- around the main kernels ---------------------------------------------------------------------------
 
-    def fill_lines(self, floats: int) -> Lines:
-        """m, low and delta of every row, and as tiles; floats: sums of a tile, cleared unless the main kernel does."""
+    def fill_lines(self, floats: int, made: tuple[Tensor | None, Tensor, Tensor]) -> Lines:
+        """m, low and delta of every row, and as tiles; floats: sums of a tile, cleared unless the main kernel does.
+        made: gradients, cleared where packed tokens belong to no sequence."""
+        from tilewise.backends.hopper.backward_gaps import PROGRAMS
         from tilewise.backends.hopper.backward_line_kernels import fill_lines
 
         s, tiles = self.problem.shape, line_tiles(self.problem)
@@ -177,10 +132,11 @@ class HopperCall(Call):
         exact = not self.problem.options.subset
         values = (
             out, self.own_do, self.lse, self.dlse, *self.rows, m, delta, sums, self.marks, *self.places[3:4],
-            self.places[5], self.places[4], self.places[6], *strides, *self.line_strides(self.lse),
-            *self.line_strides(self.dlse), s.batch, s.num_heads_q, s.seqlen_q, s.seqlen_k, tiles, s.head_dim_v,
-            FEW_KEYS, min(self.way.lead * self.way.unit_rows, count) if self.way.ahead else count,
-            LARGE[self.problem.dtype],
+            self.places[5], self.places[4], self.places[6], *(made if self.varlen else (None, None, None)), *strides,
+            *self.line_strides(self.lse), *self.line_strides(self.dlse), s.batch, s.num_heads_q, s.seqlen_q,
+            s.seqlen_k, tiles, s.head_dim_v, s.num_heads_q * s.head_dim, s.num_heads_kv * s.head_dim,
+            s.num_heads_kv * s.head_dim_v, FEW_KEYS,
+            min(self.way.lead * self.way.unit_rows, count) if self.way.ahead else count, LARGE[self.problem.dtype],
         )  # fmt: skip
         names = fill_lines.arg_names[: len(values)]
         kinds = {n: "i64" for n in names if n[-2:] in ("_b", "_h", "_n")} | {"limit": "fp32"}
@@ -189,7 +145,8 @@ class HopperCall(Call):
             ("EVEN", self.dv == s.head_dim_v), ("BM", self.plan.rows),
         )  # fmt: skip
         build = Build(types_of(names, values, kinds), (0, 1, 7, 8, 9), constants, 4, 1)
-        self.start(lambda: plain_launcher(fill_lines, build, self.device), count, values)
+        grid = count + (PROGRAMS.value if self.varlen else 0)
+        self.start(lambda: plain_launcher(fill_lines, build, self.device), grid, values)
         if exact:
             self.prepare()
         return Lines(m, delta, sums, sums[count * floats :].view(torch.int32), tiles)
@@ -217,7 +174,7 @@ class HopperCall(Call):
         from tilewise.backends.hopper.backward_line_kernels import SHARES, collect_rows
 
         s, way = self.problem.shape, self.way
-        strides = keyed_strides(self.problem, dq)
+        strides = [x // 8 for x in keyed_strides(self.problem, dq)]
         first, taken = (way.first_left, self.signs[2]) if way.ahead else (0, None)
         values = (
             lines.sums, dq, self.marks, taken, self.places[3], self.places[5], *strides, s.batch, s.num_heads_q,
@@ -227,7 +184,10 @@ class HopperCall(Call):
         kinds = {"dq_b": "i64", "dq_h": "i64", "dq_n": "i64", "scale": "fp32"}
         build = Build(
             types_of(names, values, kinds), (0, 1),
-            (("VARLEN", self.varlen), ("BM", self.plan.rows), ("PARTS", parts), ("WIDTH", width)), 4, 1,
+            (
+                ("VARLEN", self.varlen), ("BM", self.plan.rows), ("PARTS", parts), ("WIDTH", width),
+                ("EVEN", s.head_dim == parts * width),
+            ), 4, 1,
         )  # fmt: skip
         heads = s.num_heads_q * (1 if self.varlen else s.batch)
         shares = -(-way.shares // SHARES.value) if way.ahead else 0
@@ -236,11 +196,10 @@ class HopperCall(Call):
 
     # ---- the main kernels ----------------------------------------------------------------------------------
 
-    def keys(self, lines: Lines, dq: Tensor | None) -> tuple[Tensor, Tensor]:
+    def keys(self, lines: Lines, dq: Tensor | None, dk: Tensor, dv: Tensor) -> None:
         """dk and dv, and the sums of dq, if it is given; on the way, some of dq."""
         s, plan, x, way = self.problem.shape, self.plan, self.inputs, self.way
         ahead, bulk = dq is not None and way.ahead, dq is not None and plan.bulk
-        dk, dv = self._gradient(x.k), self._gradient(x.v)
         narrow = plan.narrow
         rows, width = (128, plan.d) if narrow else (64, plan.width)
         key_tiles = s.seqlen_k // rows + s.batch if self.varlen else -(-s.seqlen_k // rows)
@@ -264,12 +223,10 @@ class HopperCall(Call):
         if narrow or plan.early:
             grid = min(grid, machine_of(self.device).sms)
         self.gluon(HALVES if narrow else EARLY if plan.early else ROLES, grid, values, constants, 168)
-        return dk, dv
 
-    def row_tiles(self, lines: Lines) -> Tensor:
+    def row_tiles(self, lines: Lines, dq: Tensor) -> None:
         """dq without additions to memory."""
         s, plan, x = self.problem.shape, self.plan, self.inputs
-        dq = self._gradient(x.q)
         tiles = s.seqlen_q // 128 + s.batch if self.varlen else -(-s.seqlen_q // 128)
         units = s.num_heads_q * (1 if self.varlen else s.batch)
         values = (
@@ -283,7 +240,6 @@ class HopperCall(Call):
         if plan.drawn:
             entry, grid = DRAWN_ROWS, min(grid, machine_of(self.device).sms)
         self.gluon(entry, grid, values, self.flags() | plan.row_constants(), 168)
-        return dq
 
     def flags(self) -> dict[str, Any]:
         """Constants that follow from the call."""
@@ -376,13 +332,14 @@ def run(call: HopperCall, sites: Sites, needs: Needs) -> Gradients:
     if call.do.dtype != problem.dtype or not readable(problem, (call.do,)):
         call.own_do = call.do.to(problem.dtype).contiguous()
     leaves = LeafGradients(call, sites, needs)
-    lines = call.fill_lines(plan.rows * plan.d if add else 0)
-    dq = call._gradient(inputs.q) if add else None
-    dk, dv = call.keys(lines, dq)
-    if dq is not None:
+    dq = call.gradient(inputs.q) if own_rows else None
+    dk, dv = call.gradient(inputs.k), call.gradient(inputs.v)
+    lines = call.fill_lines(plan.rows * plan.d if add else 0, (dq, dk, dv))
+    call.keys(lines, dq if add else None, dk, dv)
+    if dq is not None and add:
         call.collect(lines, dq, *plan.sums)
-    elif own_rows:
-        dq = call.row_tiles(lines)
+    elif dq is not None:
+        call.row_tiles(lines, dq)
     dk, dv, _ = call.key_gradients((), (dk, dv))
     dq, sums = call.row_gradients(rows, sites.pair, leaves.pair_target, dq)
     leaves.add_tokens(sites.rows, sums, rows=True)

@@ -50,7 +50,7 @@ def find_sequence(cu_ptr, slot, batch, total, block):
     """The sequence that owns a slot, and the slot's number inside it.
 
     Sequence b owns the slots from cu[b] // block + b on: at least as many as it has tiles of `block` tokens, so no
-    prefix sum is needed.
+    prefix sum is needed. One before the first sequence's gets a number beyond all.
     """
     count = 0
     for start in range(0, batch, SEARCH):
@@ -59,7 +59,7 @@ def find_sequence(cu_ptr, slot, batch, total, block):
         edge = tl.minimum(tl.maximum(edge, 0), total)
         count += tl.sum(((edge // block + n <= slot) & (n < batch)).to(tl.int32), 0)
     b = tl.maximum(count - 1, 0)
-    return b, slot - (clamped_edge(cu_ptr, b, total) // block + b)
+    return b, tl.where(count > 0, slot - (clamped_edge(cu_ptr, b, total) // block + b), total // block + 1)
 
 
 @triton.jit
