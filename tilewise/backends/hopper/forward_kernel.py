@@ -35,6 +35,7 @@ from tilewise.backends.hopper.forward_loads import (
     load_rows,
     load_values,
     tell,
+    tell_end,
     tiles_of,
 )
 from tilewise.backends.hopper.forward_place import (
@@ -65,7 +66,6 @@ from tilewise.backends.hopper.rings import (
     get,
     give_back,
     here,
-    put,
     put_wide,
     release,
     rescale,
@@ -185,10 +185,7 @@ def producer(
     if it > 0:
         load_values(
             it, (v_b, v_g, v_n), v_desc, v_desc2, v_s, v_s2, v_full, v_empty, E0, E1, BN, ST)  # fmt: skip
-    slot = ti & 1
-    mbarrier.wait(tile_empty.index(slot), ((ti >> 1) & 1) ^ 1)
-    put(tile_s, slot * FIELDS, -1)
-    mbarrier.arrive(tile_full.index(slot), count=1)
+    tell_end(ti, tile_s, tile_full, tile_empty)
 
 
 # ---- the consumers -------------------------------------------------------------------------------------------

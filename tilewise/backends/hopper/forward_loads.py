@@ -61,6 +61,15 @@ def tell(ti, about, tile_s, tile_full, tile_empty):
 
 
 @gluon.jit
+def tell_end(ti, tile_s, tile_full, tile_empty):
+    """Tell them that there is no tile ti."""
+    slot = ti & 1
+    mbarrier.wait(tile_empty.index(slot), ((ti >> 1) & 1) ^ 1)
+    put(tile_s, slot * FIELDS, -1)
+    mbarrier.arrive(tile_full.index(slot), count=1)
+
+
+@gluon.jit
 def load_rows(ti, tb, head, g, base, row0, group, q_desc, q_desc2, q_s, q_s2, q_full, q_empty, D0: gl.constexpr,
               D1: gl.constexpr, NWG: gl.constexpr, PACK: gl.constexpr):  # fmt: skip
     """q of tile ti, for each warpgroup."""
