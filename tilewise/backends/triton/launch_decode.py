@@ -314,7 +314,8 @@ def _shared_values(
 
 def _row_types(inputs: Inputs, step: int) -> dict[str, str]:
     """Types of strides: 32 bits where no row begins farther, which halves the instructions that find rows."""
-    found, q, table = {}, inputs.q, inputs.block_table
+    found: dict[str, str] = {}
+    q, table = inputs.q, inputs.block_table
     farthest = 0
     for t in (inputs.k, inputs.v):
         farthest = max(farthest, sum((t.shape[n] - 1) * t.stride(n) // step for n in (0, 2)))
