@@ -102,6 +102,7 @@ VARIANTS = {
     "long-causal-96": (96, 96, {"mask": tw.causal(), "n": 4096}),
     "plain-64": (64, 64, {}),
     "causal-packed-64": (64, 64, {"mask": tw.causal(), "packed": True}),
+    "causal-packed-128": (128, 128, {"mask": tw.causal(), "packed": True}),
     "many-heads-64": (64, 64, {"n": 4096, "batch": 3}),
     "softcap-64": (64, 64, {"scores": tw.softcap(20.0)}),
     "causal-256": (256, 256, {"mask": tw.causal()}),
@@ -114,7 +115,7 @@ VARIANTS = {
     "deterministic-causal-128": (128, 128, {"deterministic": True, "mask": tw.causal()}),
     "deterministic-packed-128": (128, 128, {"deterministic": True, "mask": tw.causal(), "packed": True}),
 }
-SPILLED = {"plain-64": 120, "causal-packed-64": 160, "long-128": 160, "long-causal-128": 160}
+SPILLED = {"plain-64": 120, "causal-packed-64": 160, "long-128": 160, "long-causal-128": 180}
 SPILLED["deterministic-long-128"] = 240
 """Bytes of a thread that kernels may spill: those that hold more tiles or taller ones, and are faster all the same."""
 SHARED = 232448  # bytes that a program may have
