@@ -3,6 +3,7 @@ one another, fits the chip, and the backend says what it does not take."""
 
 from __future__ import annotations
 
+import gc
 import re
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from hopper_compile import alibi_of, compile_forward, spec_of  # noqa: E402
 
 from tilewise.backends.hopper.launch_forward import early_lines, schedule  # noqa: E402
 from tilewise.backends.hopper.source import print_module  # noqa: E402
-from tilewise.backends.hopper.tiles import PAIRS, SHARED, pair_of  # noqa: E402
+from tilewise.backends.hopper.tiles import PAIRS, SHARED, abreast, pair_of  # noqa: E402
 from tilewise.backends.hopper.worth import reasons_for_auto  # noqa: E402
 from tilewise.backends.triton.layout import describe  # noqa: E402
 from tilewise.backends.triton.machine import Machine  # noqa: E402
@@ -160,6 +161,31 @@ def test_auto_brings_here_what_was_measured():
     for why, problem in left.items():
         (reason,) = reasons_for_auto(problem)
         assert why in str(reason) and "'auto'" in str(reason)
+
+
+def test_without_a_mask_one_head_follows_another():
+    """All multiprocessors read the same keys then; under a mask long tiles come first, of several heads."""
+    assert abreast(_problem(16384, 128), False) == 1
+    assert abreast(_problem(16384, 128, tw.causal()), False) > 1
+    shared = replace(_problem(16384, 128), shape=Shape(4, 16, 4, 16384, 16384, 128, 128))
+    assert abreast(shared, False) == 4  # query heads of the same keys
+    assert abreast(shared, True) == 1  # in one tile
+    packed = replace(_problem(16384, 128), options=Options(layout="varlen"))
+    assert abreast(packed, False) > 1
+
+
+def test_compiling_leaves_the_collector_as_it_was():
+    from tilewise.backends.hopper.compile import uncollected
+
+    for collecting in (True, False):
+        (gc.enable if collecting else gc.disable)()
+        try:
+            with pytest.raises(ValueError), uncollected():
+                assert not gc.isenabled()
+                raise ValueError
+            assert gc.isenabled() == collecting
+        finally:
+            gc.enable()
 
 
 def test_a_margin_of_multiprocessors_is_a_number(monkeypatch):
