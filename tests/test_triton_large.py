@@ -47,6 +47,8 @@ MASKS = {
     "streaming": lambda n: tw.causal() & (tw.window(300, 0) | tw.prefix(16)),
     "documents": lambda n: tw.causal() & tw.document(_ids(n)),
     "strided": lambda n: tw.custom(lambda q, k: (q - k) % 500 < 120),
+    "holes": lambda n: tw.causal() & tw.custom(lambda q, k: (q - k) % 4 < 2),
+    "more holes": lambda n: tw.window(300, 99) & tw.custom(lambda q, k: (k - q) % 12 >= 6),
 }
 
 
@@ -55,7 +57,14 @@ MASKS = {
 
 @pytest.mark.parametrize(
     "name, head_dim",
-    [*((name, 128) for name in MASKS), ("causal", 64), ("streaming", 64), ("full", 96), ("causal", 256)],
+    [
+        *((name, 128) for name in MASKS),
+        ("causal", 64),
+        ("streaming", 64),
+        ("holes", 64),
+        ("full", 96),
+        ("causal", 256),
+    ],
 )
 def test_gradients_of_long_calls_agree_with_float64(name, head_dim, monkeypatch):
     from tilewise.backends.triton import launch_backward
