@@ -102,6 +102,7 @@ VARIANTS = {
     "long-causal-96": (96, 96, {"mask": tw.causal(), "n": 4096}),
     "plain-64": (64, 64, {}),
     "causal-packed-64": (64, 64, {"mask": tw.causal(), "packed": True}),
+    "padding-128": (128, 128, {"mask": tw.key_padding(torch.tensor([N - 50]))}),  # which reads no row
     "causal-packed-128": (128, 128, {"mask": tw.causal(), "packed": True}),
     "many-heads-64": (64, 64, {"n": 4096, "batch": 3}),
     "softcap-64": (64, 64, {"scores": tw.softcap(20.0)}),

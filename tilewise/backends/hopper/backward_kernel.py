@@ -392,6 +392,8 @@ def walk(
         # kernels spill more with it, that is little.
         begin = n0 + number(about_s, at + 13)
         if begin > n0:
+            # Rows of dq may still be on their way from where zeros and dS go (`leave_rows`).
+            tma.store_wait(0)
             if BM == 64:
                 nothing_seen(n0, ds_s, q_empty, ds_full, ST)
             else:

@@ -65,7 +65,8 @@ def later_hidden(code, n_m, j0, j1, n_q, group, q_offset, k_offset, b, g, data, 
     i1 = gl.minimum(i0 + 64, n_q) - 1
     h = g * group + member
     kind = classify(gl.minimum(i0, i1), i1, gl.minimum(j0 + 64, j1), j1, q_offset, k_offset, b, h, h, g, data)
-    hidden = ((kind == 0) | (j0 + 64 > j1)) & ((code & 2) != 0)
+    # The kind may be one number for all, where the mask reads no row.
+    hidden = ((kind == 0) | (j0 + 64 > j1)) & ((code & 2) != 0) & (unit >= 0)
     return same(gl.max(hidden.to(gl.int32), 0))
 
 
