@@ -30,7 +30,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )  # fmt: skip
 
-from tilewise.backends.hopper.backward_first_shared import half_seen, nothing_seen
 from tilewise.backends.hopper.backward_rings import (
     ENTRY,
     FIELDS,
@@ -367,7 +366,7 @@ def walk(
     dq of a tile of rows is made when the next is folded, so that no half waits for the other."""
     q_s, _, k_s, _, _, _ = room
     about_s, _ = slots
-    _, kv_empty, q_full, q_empty, _, ds_full = signals
+    _, kv_empty, q_full, _, _, _ = signals
     D1: gl.constexpr = 64 if D2 > 0 else D
     SL: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
@@ -386,31 +385,18 @@ def walk(
         dk = dk + (gl.zeros([64, D2], gl.float32, L2),)
         dv = dv + (gl.zeros([64, D2], gl.float32, L2),)
     kw = k_s.index(kv).reshape([128, D]).slice(w * 64, 64, 0)
-    begin = n0
-    if w == 1 and HAS_MASK and ADD and not ORDER and not BULK:
-        # What the second half does not see of the first row tile it leaves to the other one; of long walks, whose
-        # kernels spill more with it, that is little.
-        begin = n0 + number(about_s, at + 13)
-        if begin > n0:
-            # Rows of dq may still be on their way from where zeros and dS go (`leave_rows`).
-            tma.store_wait(0)
-            if BM == 64:
-                nothing_seen(n0, ds_s, q_empty, ds_full, ST)
-            else:
-                dk, dv = half_seen(
-                    n0, kv, at, room, ds_s, slots, signals, scale, data, D, ST, HAS_MASK, HAS_TERMS)  # fmt: skip
-    mbarrier.wait(q_full.index(begin % ST), (begin // ST) & 1, pred=begin < n0 + count)
-    s = product_over(kw, q_s.index(begin % ST).reshape([BM, D]), gl.zeros([64, BM], gl.float32, SL), D1, D2)
+    mbarrier.wait(q_full.index(n0 % ST), (n0 // ST) & 1, pred=count > 0)
+    s = product_over(kw, q_s.index(n0 % ST).reshape([BM, D]), gl.zeros([64, BM], gl.float32, SL), D1, D2)
     if KV > 1:
         # Gradients of the keys before these have left by now.
         tma.store_wait(0)
         mbarrier.arrive(kv_empty.index((ti + KV - 1) % KV), count=1, pred=ti > 0)
     s = warpgroup_mma_wait(0, deps=(s,))
-    split = begin
+    split = n0
     if CUT:
         # Pairs may be hidden in the first row tiles only: the others are walked without a branch.
         split = n0 + number(about_s, at + 9)
-        for it in range(begin, split):
+        for it in range(n0, split):
             dk, dv, s = step(
                 w, it, n0, count, kv, at, dk, dv, s, target, room, ds_s, slots, signals, turns, scale, data, BM, D, D2,
                 ST, HAS_MASK, HAS_TERMS, True, ADD, ORDER, BULK)  # fmt: skip

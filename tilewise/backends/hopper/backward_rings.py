@@ -15,12 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.backends.hopper.forward_place import owner, sequence
 from tilewise.backends.hopper.names import tma_load, tma_store
 
-FIELDS = gl.constexpr(14)
+FIELDS = gl.constexpr(13)
 """Numbers that tell the others about the program's keys: row tiles to come, b, KV head, first key in the sequence, its
 keys, its first key in the tensor, positions of its first row and key, its rows, and how many of the row tiles come
 first because some of their pairs may be hidden; where dq is collected on the way (`clear_and_collect`), also the
-tile's own number, and the first row tile of which dq is to be collected, and how many they are. At last whether no row
-of the first row tile (of 128, of its first 64) sees a key behind the first 64."""
+tile's own number, and the first row tile of which dq is to be collected, and how many they are."""
 ENTRY = gl.constexpr(3)
 """Numbers that go with each row tile: its number in its head times 4, plus 2 if PARTIAL; its number among all; its
 head."""

@@ -57,20 +57,6 @@ def code_before(u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, dat
 
 
 @gluon.jit
-def later_hidden(code, n_m, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM: gl.constexpr):
-    """1 if row tile `code` is PARTIAL and none of its first 64 rows sees a key from j0 + 64 on, else 0."""
-    unit = code // 4 + gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    member = gl.minimum(unit // n_m, group - 1)
-    i0 = (unit - member * n_m) * BM
-    i1 = gl.minimum(i0 + 64, n_q) - 1
-    h = g * group + member
-    kind = classify(gl.minimum(i0, i1), i1, gl.minimum(j0 + 64, j1), j1, q_offset, k_offset, b, h, h, g, data)
-    # The kind may be one number for all, where the mask reads no row.
-    hidden = ((kind == 0) | (j0 + 64 > j1)) & ((code & 2) != 0) & (unit >= 0)
-    return same(gl.max(hidden.to(gl.int32), 0))
-
-
-@gluon.jit
 def produce(
     t, n0, kv, at, descs, room, slots, signals, free, phase, counter_ptr, sizes, tables, offsets, data,
     BM: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, NV: gl.constexpr, W: gl.constexpr, ST: gl.constexpr,
@@ -102,7 +88,6 @@ def produce(
     units = gl.where(j0 < n_k, n_m * group, 0)
     cut = (j0 + BN > n_k).to(gl.int32) * 2
     count, partial, start = units, 0, -1
-    half = 0
     if HAS_MASK:
         count = 0
         start = units * 4
@@ -111,8 +96,6 @@ def produce(
             count += gl.sum((codes >= 0).to(gl.int32), 0)
             partial += gl.sum(((codes >= 0) & ((codes & 2) != 0)).to(gl.int32), 0)
             start = gl.minimum(start, gl.min(gl.where(codes >= 0, codes, units * 4), 0))
-        if BN == 128 and not ORDER:
-            half = later_hidden(start, n_m, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM)
         # Scans begin behind what nobody sees.
         start = same(start) // 4 - 1
     count = same(count)
@@ -127,8 +110,6 @@ def produce(
     about = (count, b, g, j0, n_k, key0, q_offset, k_offset, n_q, partial, t)
     for f in gl.static_range(11):
         put(about_s, at + f, about[f])
-    if BN == 128:
-        put(about_s, at + 13, gl.where(count > 0, half, 0))
     tb = 0 if VARLEN else b
     full = kv_full.index(kv)
     mbarrier.expect(full, BN * W * (NC + NV) * 2)
