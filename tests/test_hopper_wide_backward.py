@@ -1,4 +1,5 @@
-"""The Hopper backward of heads with 192 columns and up to 128 of v: its kernels, what the assembler says, gradients."""
+"""The Hopper backward of heads with 192 columns and up to 128 of v: its kernels, what the assembler says, gradients;
+and masks that read no row."""
 
 from __future__ import annotations
 
@@ -36,6 +37,17 @@ def test_kernels_of_wide_heads(name: str, builds: list) -> None:
         said, shared, _ = _assembled(*build)
         assert "C75" not in said and shared <= SHARED, said
         assert max(int(n) for n in re.findall(r"(\d+) bytes spill stores", said)) <= 40, said
+
+
+@pytest.mark.parametrize("d", [64, 128, 192])
+def test_masks_of_which_no_row_is_read(d: int, builds: list) -> None:
+    """The kind of a tile is then one number for all tiles that are looked at together."""
+    from tilewise.backends.hopper.launch_backward import backward
+
+    assert backward(*_call(d, min(d, 128), mask=tw.key_padding(torch.tensor([250])))) is not None
+    assert len(builds) == (2 if d > 128 else 1)
+    for build in builds:
+        assert "C75" not in _assembled(*build)[0]
 
 
 @on_gpu
