@@ -101,9 +101,7 @@ VARIANTS = {
     "long-causal-128": (128, 128, {"mask": tw.causal(), "n": 4096}),
     "long-causal-96": (96, 96, {"mask": tw.causal(), "n": 4096}),
     "plain-64": (64, 64, {}),
-    "causal-packed-64": (64, 64, {"mask": tw.causal(), "packed": True}),
     "padding-128": (128, 128, {"mask": tw.key_padding(torch.tensor([N - 50]))}),  # which reads no row
-    "causal-packed-128": (128, 128, {"mask": tw.causal(), "packed": True}),
     "many-heads-64": (64, 64, {"n": 4096, "batch": 3}),
     "softcap-64": (64, 64, {"scores": tw.softcap(20.0)}),
     "causal-256": (256, 256, {"mask": tw.causal()}),
@@ -115,7 +113,7 @@ VARIANTS = {
     "deterministic-long-128": (128, 128, {"deterministic": True, "n": 4096}),
     "deterministic-causal-128": (128, 128, {"deterministic": True, "mask": tw.causal()}),
     "deterministic-packed-128": (128, 128, {"deterministic": True, "mask": tw.causal(), "packed": True}),
-}
+} | {f"causal-packed-{d}": (d, d, {"mask": tw.causal(), "packed": True}) for d in (64, 128)}
 SPILLED = {"plain-64": 120, "causal-packed-64": 160, "long-128": 160, "long-causal-128": 160}
 SPILLED["deterministic-long-128"] = 240
 """Bytes of a thread that kernels may spill: those that hold more tiles or taller ones, and are faster all the same."""
