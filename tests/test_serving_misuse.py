@@ -159,3 +159,21 @@ def test_the_debug_mode_looks_at_a_shared_prefix_without_reading_it_back(monkeyp
     torch.testing.assert_close(shared, wanted)
     with pytest.raises(RuntimeError, match="shared prefix of 8 keys"):
         tw.attention_with_cache(one, pages, sequences=numbers[1:], shared_prefix=8)
+
+
+@pytest.mark.parametrize("name", ["q", "k_new", "v_new", "cos", "sin"])
+def test_what_lies_on_another_device_than_the_cache_is_refused(name):
+    """Also after calls of the same form, of which only contents and addresses are looked at any more."""
+    cache = tw.KVCache.allocate(B, G, 16, D)
+    q, k, v = qkv(1)
+    angles = torch.arange(32.0)[:, None] * torch.rand(D // 2)
+    given = {"q": q, "k_new": k, "v_new": v, "cos": angles.cos(), "sin": angles.sin()}
+
+    def call(q, k_new, v_new, cos, sin):
+        return tw.attention_with_cache(q, cache, k_new, v_new, rotary=(cos, sin))
+
+    for _ in range(4):
+        call(**given)
+    with pytest.raises(tw.DeviceError):
+        call(**given | {name: given[name].to("meta")})
+    assert cache.lengths.tolist() == [4] * B

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise import checks
 from tilewise.backends.protocol import Append
-from tilewise.errors import DTypeError, OptionError, ShapeError, message
+from tilewise.errors import DeviceError, DTypeError, OptionError, ShapeError, message
 from tilewise.quick import is_compiling
 from tilewise.serving.append import append, check_new, prepare
 from tilewise.serving.books import as_numbers
@@ -106,9 +106,9 @@ def attention_with_cache(
     Returns: out in q's layout, (B, H, N_q, D_v) or (T, H, D_v); with return_lse also lse, (B, H, N_q) or (H, T).
         Differentiable in q, the cache's tensors, sink and the terms' leaves; new keys and values get no gradients.
 
-    Raises: as `attention`; ShapeError for keys without room, sequences and pages outside the cache (on the CPU, or
-        where the host keeps the books; on a GPU they are clamped); OutOfPages; OptionError for arguments that exclude
-        each other.
+    Raises: as `attention`; DeviceError unless q, new keys and tables are where the cache is; ShapeError for keys
+        without room, sequences and pages outside the cache (on the CPU, or where the host keeps the books; on a GPU
+        they are clamped); OutOfPages; OptionError for arguments that exclude each other.
     """
     if not isinstance(q, Tensor):
         raise DTypeError(f"q is a tensor, not {type(q).__name__}")
@@ -125,6 +125,7 @@ def attention_with_cache(
         form = _form(q, new, table)
         known = view.forms.get(form)
     if known is None:
+        _check_devices(view, q, new, table)
         if new is not None:
             check_new(new.k, new.v, new.edges, (view.k, view.v), view.lengths.shape[0])
         if table is not None:
@@ -168,6 +169,8 @@ def _form(q: Tensor, new: _New | None, table: RotaryTable | None) -> tuple[Any, 
             v.shape,
             v.stride(),
             v.dtype,
+            k.device,
+            v.device,
             None if edges is None else edges.shape,
         )
     if table is not None:
@@ -176,15 +179,23 @@ def _form(q: Tensor, new: _New | None, table: RotaryTable | None) -> tuple[Any, 
             q.shape,
             q.stride(),
             q.dtype,
-            cos.shape,
-            cos.stride(),
-            cos.dtype,
-            sin.shape,
-            sin.stride(),
-            sin.dtype,
+            q.device,
+            *(cos.shape, cos.stride(), cos.dtype, cos.device),
+            *(sin.shape, sin.stride(), sin.dtype, sin.device),
         )
         form = (*form, *turned, style)
     return form
+
+
+def _check_devices(view: CacheView, q: Tensor, new: _New | None, table: RotaryTable | None) -> None:
+    """Raise DeviceError unless all that an append reads is where the cache is: a kernel would follow any address."""
+    given = {"k": view.k, "q": q}
+    if new is not None:
+        given |= {"k_new": new.k, "v_new": new.v}
+    if table is not None:
+        given |= {"cos": table.cos, "sin": table.sin}
+    if any(t.device != view.k.device for t in given.values()):
+        raise DeviceError(message("queries, new keys and rotary tables are where the cache is", given))
 
 
 def _edges(name: str, given: Edges, device: torch.device) -> Tensor:
