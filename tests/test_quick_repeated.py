@@ -88,3 +88,43 @@ def test_without_torch_s_comparison_calls_are_looked_up(monkeypatch):
         out = tw.attention(q, k, v, backend="cpu")
     assert quick.ready.last is None
     torch.testing.assert_close(out, tw.attention(q, k, v, backend="blockwise"), atol=2e-6, rtol=2e-6)
+
+
+def run_often(times=5):
+    tensors = draw(2, 4, 9, 16)
+    for _ in range(times):
+        tw.attention(*tensors, backend="cpu")
+    return tensors
+
+
+def test_fake_calls_are_like_no_real_one():
+    """The kernel would write where a tensor without memory says its memory is."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    tensors = run_often()
+    assert quick.ready.last is not None
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        out = tw.attention(*tensors, backend="cpu")
+    assert isinstance(out, FakeTensor) and out.shape == tensors[0].shape
+
+
+def test_a_recorded_call_is_in_the_graph():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    q, k, v = run_often()
+    graph = make_fx(lambda x: tw.attention(x, k, v, backend="cpu"))(q)
+    other = torch.randn_like(q)
+    torch.testing.assert_close(graph(other), tw.attention(other, k, v, backend="naive"))
+
+
+def test_a_list_of_terms_that_changes_is_read_anew():
+    class Terms(list):
+        pass
+
+    q, k, v = draw(2, 4, 9, 16)
+    terms = Terms([tw.softcap(2.0)])
+    for _ in range(5):
+        tw.attention(q, k, v, scores=terms, backend="cpu")
+    terms[0] = tw.softcap(0.3)
+    want = tw.attention(q, k, v, scores=tw.softcap(0.3), backend="naive")
+    torch.testing.assert_close(tw.attention(q, k, v, scores=terms, backend="cpu"), want)

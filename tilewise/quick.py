@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from tilewise.dispatch import choose, registry
+from tilewise.memory_layout import laid_out_as
 from tilewise.ops import Attention, Numbers
 from tilewise.problem import decode_inputs, decode_problem, is_lazy
 from tilewise.spec.masks import as_mask
@@ -162,6 +163,7 @@ class Like:
             and (scale is self.scale or (type(scale) is float and scale == self.scale))
             and all(map(is_, options[1:], self.options))
             and forward_ad._current_level < 0
+            and not len_dispatch_stack()  # torch's own modes, which it does not compare
             and self.made == (registry.version, ready.forgotten)
             and self.same(*tensors)
         )
@@ -172,17 +174,12 @@ def like(
 ) -> Like | None:
     """What calls are compared with that may be like this one; None where torch has no such comparison, or autocast is
     on."""
-    if type(spec[1]) is list or spec[2] is not None:
-        return None
+    if spec[2] is not None or not (type(spec[1]) is tuple or isinstance(spec[1], ScoreTerm)):
+        return None  # what holds terms and may change
     if is_autocast_enabled("cuda" if tensors[0].is_cuda else "cpu"):
         return None
-    try:
-        from torch._C._dynamo import guards  # not an interface that torch promises
-
-        make: Any = guards.TensorGuards
-        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-        same = make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    except (ImportError, AttributeError, TypeError, SystemError):
+    same = laid_out_as(tensors)
+    if same is None:
         return None
     made = Like(same, spec, options, found)
     made.differentiable = any([t.requires_grad for t in tensors])
