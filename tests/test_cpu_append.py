@@ -157,3 +157,38 @@ def test_what_is_not_prepared(change: dict) -> None:
     if change.get("k") == "half":
         change = {"k": inputs.k.half()}
     assert prepare(inputs._replace(**change), serving.check_room, serving.append) is None
+
+
+@pytest.mark.parametrize("how", ["data", "set"])
+def test_pools_with_other_memory_are_looked_at_anew(how: str) -> None:
+    """Smaller pools in the place of those that appends were laid out for, under the same tensors."""
+    cache = tw.KVCache(*(torch.randn(2, 2, 64, 32) for _ in "kv"))
+
+    def call() -> None:
+        tw.attention_with_cache(
+            torch.randn(2, 4, 1, 32), cache, *(torch.randn(2, 2, 1, 32) for _ in "kv"), backend="cpu"
+        )
+
+    for _ in range(5):
+        call()
+    room = torch.zeros(2, 2, 64, 32)
+    small = room.view(-1)[: 2 * 2 * 8 * 32].view(2, 2, 8, 32)
+    if how == "data":
+        cache.k.data = cache.v.data = small
+    else:
+        cache.k.set_(small), cache.v.set_(small)
+    cache.lengths.fill_(20)
+    with pytest.raises(tw.ShapeError):
+        call()
+    assert not room.any() and cache.lengths.tolist() == [20, 20]
+
+
+def test_lengths_of_another_type_are_not_read_as_what_they_were() -> None:
+    cache = tw.KVCache(*(torch.zeros(2, 2, 64, 32) for _ in "kv"))
+    q, k, v = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 1, 32), torch.randn(2, 2, 1, 32)
+    for _ in range(5):
+        tw.attention_with_cache(q, cache, k, v, backend="cpu")
+    cache.lengths.data = torch.full((2,), 9, dtype=torch.int64)
+    tw.attention_with_cache(q, cache, k, v, backend="cpu")
+    assert torch.equal(cache.k[:, :, 9], k[:, :, 0]) and torch.equal(cache.v[:, :, 9], v[:, :, 0])
+    assert not cache.k[:, :, 5:9].any()

@@ -177,3 +177,14 @@ def test_what_lies_on_another_device_than_the_cache_is_refused(name):
     with pytest.raises(tw.DeviceError):
         call(**given | {name: given[name].to("meta")})
     assert cache.lengths.tolist() == [4] * B
+
+
+def test_a_cache_made_in_inference_mode_is_written_there_only():
+    with torch.inference_mode():
+        cache = tw.KVCache(*(torch.zeros(B, G, 16, D) for _ in "kv"))
+        q, k, v = qkv(1)
+        for _ in range(4):
+            tw.attention_with_cache(q, cache, k, v)
+    with pytest.raises(tw.OptionError, match="inference mode"):
+        tw.attention_with_cache(*qkv(1)[:1], cache, *qkv(1)[1:])
+    assert cache.lengths.tolist() == [4] * B and not cache.k[:, :, 4:].any()

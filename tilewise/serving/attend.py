@@ -135,6 +135,11 @@ def attention_with_cache(
     options = (scale, q_offset, k_offset, h_offset, deterministic, batch_invariant, backend, allow_quadratic)
     spec = (mask, scores, sink)
     if new is not None and not is_compiling():
+        if view.k.is_inference() and not torch.is_inference_mode_enabled():
+            raise OptionError(
+                "a cache that was made in inference mode is written in inference mode only\n"
+                "Make it under torch.no_grad(), or call under torch.inference_mode()."
+            )
         kind = check_call(view, q, edges_q, spec, options, (dropout, seed))
     if books is not None:
         books.enter(new)

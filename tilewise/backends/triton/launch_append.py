@@ -11,6 +11,7 @@ from tilewise.backends.triton.compile import Build, Launcher, types_of
 from tilewise.backends.triton.direct import Direct
 from tilewise.backends.triton.launch import plain_launcher
 from tilewise.backends.triton.tiles import padded
+from tilewise.memory_layout import lies_as
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +66,14 @@ def append(inputs: Append) -> Tensor | None:
                 block.words[recipe.direct.slots[n]] = t.data_ptr()
         recipe.direct(recipe.grid, block)
         recipe.direct.free.append(block)
+    _written(inputs)
     return out
+
+
+def _written(inputs: Append) -> None:
+    """What autograd kept of the pools is no longer what it was."""
+    torch.autograd.graph.increment_version(inputs.k)
+    torch.autograd.graph.increment_version(inputs.v)
 
 
 def _recipe(inputs: Append, tensors: list[Tensor | None], aligned: bool) -> _Recipe:
@@ -107,13 +115,18 @@ def _joint(tensors: list[Tensor | None]) -> int:
 class Prepared:
     """Appends of dense tokens that differ from one that was made in their tensors' contents and addresses only."""
 
-    def __init__(self, direct: Direct, grid: int, out: Tensor | None, aligned: bool) -> None:
+    def __init__(
+        self, direct: Direct, grid: int, out: Tensor | None, aligned: bool, held: list[Tensor]
+    ) -> None:
+        self.held = lies_as(held)
         self.direct, self.grid, self.aligned = direct, grid, aligned
         self.at = [direct.slots.get(n) for n in range(len(TENSORS))]
         self.out = None if out is None else (out.shape, out.stride(), out.dtype, out.device)
 
     def __call__(self, inputs: Append) -> Tensor | None:
         """As `append`."""
+        if not self.held(*_held(inputs)):
+            return append(inputs)
         q, out = inputs.q, None
         k_new, v_new, k, v = (
             inputs.k_new.data_ptr(),
@@ -138,7 +151,14 @@ class Prepared:
             return append(inputs)
         self.direct(self.grid, block)
         self.direct.free.append(block)
+        _written(inputs)
         return out
+
+
+def _held(inputs: Append) -> list[Tensor]:
+    """The cache's own tensors: whoever holds them may have given them other memory, sizes and strides."""
+    own = (inputs.k, inputs.v, inputs.lengths)
+    return [*own] if inputs.block_table is None else [*own, inputs.block_table]
 
 
 def prepare(inputs: Append) -> Prepared | None:
@@ -164,7 +184,7 @@ def prepare(inputs: Append) -> Prepared | None:
     recipe = _recipe(inputs, tensors, aligned)
     if recipe.direct is None or not recipe.grid:
         return None
-    return Prepared(recipe.direct, recipe.grid, tensors[OUT], aligned)
+    return Prepared(recipe.direct, recipe.grid, tensors[OUT], aligned, _held(inputs))
 
 
 def _takes(inputs: Append) -> bool:
