@@ -107,6 +107,11 @@ class Append(NamedTuple):
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
+    def held(self) -> list[Tensor]:
+        """The cache's own tensors: whoever holds them may have given them other memory, sizes and strides."""
+        own = (self.k, self.v, self.lengths, self.block_table, self.first)
+        return [t for t in own if t is not None]
+
     def empty_q(self) -> Tensor:
         """Memory for the turned q: q's shape and type, contiguous with tokens before heads."""
         assert self.q is not None

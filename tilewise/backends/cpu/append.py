@@ -51,7 +51,7 @@ class PreparedAppend:
         self._function, self._worker = function, pool.worker(function)
         size = (inputs.k_new.numel() + inputs.v_new.numel()) * inputs.k.element_size()
         self._alone = size <= ALONE
-        self._held = lies_as(_held(inputs))
+        self._held = lies_as(inputs.held())
 
     def __call__(self, inputs: Append) -> Tensor | None:
         """As `append` of the reference.  Raises ShapeError for keys without a place; nothing is written then."""
@@ -60,7 +60,7 @@ class PreparedAppend:
         if (
             len_dispatch_stack()
             or transforms_active()
-            or not self._held(*_held(inputs))
+            or not self._held(*inputs.held())
             or not _is_plain(k_new)
             or not _is_plain(v_new)
             or (q is not None and not _is_plain(q))
@@ -134,12 +134,6 @@ def prepare(
     ):
         return None
     return PreparedAppend(inputs, refuse, long)
-
-
-def _held(inputs: Append) -> list[Tensor]:
-    """The cache's own tensors: whoever holds them may have given them other memory, sizes and strides."""
-    own = (inputs.k, inputs.v, inputs.lengths, inputs.block_table, inputs.first)
-    return [t for t in own if t is not None]
 
 
 def _is_plain(t: Tensor | None) -> bool:

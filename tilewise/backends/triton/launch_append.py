@@ -125,7 +125,7 @@ class Prepared:
 
     def __call__(self, inputs: Append) -> Tensor | None:
         """As `append`."""
-        if not self.held(*_held(inputs)):
+        if not self.held(*inputs.held()):
             return append(inputs)
         q, out = inputs.q, None
         k_new, v_new, k, v = (
@@ -155,12 +155,6 @@ class Prepared:
         return out
 
 
-def _held(inputs: Append) -> list[Tensor]:
-    """The cache's own tensors: whoever holds them may have given them other memory, sizes and strides."""
-    own = (inputs.k, inputs.v, inputs.lengths)
-    return [*own] if inputs.block_table is None else [*own, inputs.block_table]
-
-
 def prepare(inputs: Append) -> Prepared | None:
     """A function for appends like one that `append` has done; None where the long way is as good: packed tokens,
     given positions, factors of what is stored, tensors that the kernel reads as copies."""
@@ -184,7 +178,7 @@ def prepare(inputs: Append) -> Prepared | None:
     recipe = _recipe(inputs, tensors, aligned)
     if recipe.direct is None or not recipe.grid:
         return None
-    return Prepared(recipe.direct, recipe.grid, tensors[OUT], aligned, _held(inputs))
+    return Prepared(recipe.direct, recipe.grid, tensors[OUT], aligned, inputs.held())
 
 
 def _takes(inputs: Append) -> bool:
