@@ -103,3 +103,43 @@ def test_queries_that_are_turned_lie_otherwise_and_are_compared_too(monkeypatch)
     monkeypatch.setattr(read, "key_of", None)
     tw.attention_with_cache(*new(1)[:1], cache, *new(1)[1:], rotary=table, backend="cpu")
     assert cache.lengths.tolist() == [6, 6]
+
+
+def exchanged(t, way):
+    """The numbers of t in other memory, where heads and keys lie the other way round."""
+    other = torch.empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2).copy_(t)
+    if way == "data":
+        t.data = other
+    else:
+        t.set_(other)
+
+
+@pytest.mark.parametrize("way", ["data", "set_"])
+@pytest.mark.parametrize("calls", [0, 1, 2, 5])
+def test_reads_follow_a_cache_whose_memory_was_exchanged_for_such_that_lies_otherwise(way, calls):
+    k, v = (torch.randn(2, H_KV, 64, D) for _ in range(2))
+    cache = tw.KVCache(k, v, torch.tensor([64, 20]))
+    q = new(1)[0]
+    want = tw.attention_with_cache(q, tw.KVCache(k.clone(), v.clone(), torch.tensor([64, 20])), backend="cpu")
+    for _ in range(calls):
+        tw.attention_with_cache(q, cache, backend="cpu")
+    exchanged(cache.k, way)
+    for _ in range(4):
+        assert torch.equal(tw.attention_with_cache(q, cache, backend="cpu"), want)
+    exchanged(cache.v, way)
+    assert torch.equal(tw.attention_with_cache(q, cache, backend="cpu"), want)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_steps_follow_a_cache_whose_memory_was_exchanged(paged):
+    step = Steps(paged)
+    step(7)
+    for _ in range(4):
+        step()
+    for t in (step.cache.k, step.cache.v) if not paged else ():
+        exchanged(t, "set_")
+    if paged:
+        for view in step.cache.current(tuple(step.where["sequences"])).views:
+            exchanged(view.k, "data")
+    for _ in range(4):
+        step()

@@ -206,3 +206,44 @@ def test_the_short_way_of_a_repeated_call_reads_what_changed():
         view.lengths[1] = length
         out = attention_with_cache(q, view, mask=tw.causal(), backend="triton")
         assert (out.double() - _truth(view, q)).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("turned", (False, True))
+def test_autograd_is_told_of_every_append(turned):
+    """The first append of a kind, those that are looked up, and those that follow their like."""
+    view = _paged(_ints(3, 40), size=8)
+    angles = torch.rand(1024, 32, device="cuda")
+    options = {"rotary": (angles, angles)} if turned else {}
+    for _ in range(5):
+        q, new = _drawn(2, 8, 1, 64), _drawn(2, 2, 1, 64)
+        leaf = _drawn(2, 8, 1, 64).requires_grad_()
+        before = view.k._version, view.v._version
+        read = attention_with_cache(leaf, view, backend="triton")
+        attention_with_cache(q, view, new, new, mask=tw.causal(), backend="triton", **options)
+        assert view.k._version > before[0] and view.v._version > before[1]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            read.sum().backward()
+
+
+@pytest.mark.parametrize("exchange", ("data", "set_"))
+def test_steps_follow_pools_and_tables_that_got_other_memory(exchange):
+    """Memory in which rows lie otherwise, exchanged between steps that follow their like."""
+    view = _paged(_ints(3, 500))
+    for n in range(9):
+        if n in (3, 6):
+            for t in (view.k, view.v) if n == 3 else (view.k, view.block_table):
+                other = t.transpose(0, 1).contiguous().transpose(0, 1)
+                if t is view.block_table:
+                    other = torch.nn.functional.pad(t, (0, 3))[:, :-3]
+                if exchange == "data":
+                    t.data = other
+                else:
+                    t.set_(other)
+        q, new = _drawn(2, 8, 1, 64), _drawn(2, 2, 1, 64)
+        at = view.lengths.tolist()
+        out = attention_with_cache(q, view, new, new, mask=tw.causal(), backend="triton")
+        assert view.lengths.tolist() == [at[0] + 1, at[1] + 1]
+        for b, length in enumerate(at):
+            page = view.block_table[b, length // 16]
+            assert torch.equal(view.k[page, :, length % 16], new[b, :, 0])
+        assert (out.double() - _truth(view, q)).abs().max() < 0.03

@@ -122,8 +122,7 @@ def attention_with_cache(
     # What is wrong is refused before the books count anything and before anything is written.
     form, known, kind, given_q = None, None, None, q
     if not is_compiling():  # there sizes may be symbols
-        form = _form(q, new, table)
-        known = view.forms.get(form)
+        form, known = _known(view, q, new, table)
     if known is None:
         _check_devices(view, q, new, table)
         if new is not None:
@@ -160,6 +159,16 @@ def attention_with_cache(
     if out is not None:
         result = _into(out, result)
     return (result, lse) if return_lse else result
+
+
+def _known(
+    view: CacheView, q: Tensor, new: _New | None, table: RotaryTable | None
+) -> tuple[tuple[Any, ...], Any]:
+    """The form of an append, and what is known of such."""
+    if new is not None:
+        view.look()
+    form = _form(q, new, table)
+    return form, view.forms.get(form)
 
 
 def _form(q: Tensor, new: _New | None, table: RotaryTable | None) -> tuple[Any, ...]:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from tilewise import checks, memory
 from tilewise.errors import OptionError, ShapeError, message
+from tilewise.memory_layout import lies_as
 from tilewise.quick import Like, like
 from tilewise.serving.books import as_numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from collections.abc import Callable, Sequence
 
 PLAIN = (Tensor, torch.nn.Parameter)
 TENSORS = ("k", "v", "lengths", "block_table", "leftpad", "k_scale", "v_scale")
@@ -39,8 +39,8 @@ class CacheView:
         trusted: whether whoever made the view guarantees room and pages, so that a call looks at neither.
 
     attended, checked: what the next call is compared with, of those that were attended and of those that were found
-    right. kind: a number that views of the same shapes, strides, types and device share. forms: what is known of
-    appends by their shapes: that they fit, and a quick way to do them or None.
+    right. kind: a number that views of the same shapes, strides, types and device share, UNKNOWN before the first call.
+    forms: what is known of appends by their shapes: that they fit, and a quick way to do them or None.
     """
 
     def __init__(
@@ -64,7 +64,24 @@ class CacheView:
         self.attended: Like | None = None
         self.checked: Like | None = None
         self._before: Any = None
-        self.kind = UNKNOWN if torch.compiler.is_compiling() else self._kind()
+        self._held: list[Tensor] = []
+        self._lies: Callable[..., bool] | None = None
+        self.kind = UNKNOWN
+
+    def look(self) -> None:
+        """Find the kind, before a call; what is known of tensors whose memory was exchanged (`t.data = ...`, `t.set_`)
+        for such that lies otherwise no longer holds. The second call makes what later ones are compared by."""
+        if self._lies is not None:
+            if self._lies(*self._held):
+                return
+            self._learn()
+        kind = self._kind()
+        if kind == self.kind and self.plain:
+            self._held = [t for name in TENSORS if (t := getattr(self, name)) is not None]
+            self._lies = lies_as(self._held)
+        elif kind != self.kind != UNKNOWN:
+            self._learn()
+        self.kind = kind
 
     def _kind(self) -> int:
         tensors = [getattr(self, name) for name in TENSORS]

@@ -115,6 +115,8 @@ def _onto(
     tensors = (q, view.k, view.v, *prior)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return None
+    if not torch.compiler.is_compiling():
+        view.look()
     key, extra = key_of(view, q, spec, options)
     if key is None or any(t.requires_grad for t in extra):
         return None

@@ -74,6 +74,8 @@ def attend_view(
     """
     key = None
     dropout = random[0]
+    if kind is None and not quick.is_compiling():
+        view.look()
     if type(dropout) in (float, int) and not dropout:
         single = cu_seqlens_q is None and not partial and not quick.is_compiling()
         if single and view.attended is not None and view.attended((q,), spec, options):
