@@ -155,7 +155,9 @@ def attention_with_cache(
     else:
         if q is not given_q and (q.stride() != given_q.stride() or type(q) is not type(given_q)):
             kind = None  # the turned queries lie otherwise
-        result, lse = attend_view(view, q, edges_q, spec, options, (dropout, seed), return_lse, kind=kind)
+        result, lse = attend_view(
+            view, q, edges_q, spec, options, (dropout, seed), return_lse, kind=kind, looked=new is not None
+        )
     if out is not None:
         result = _into(out, result)
     return (result, lse) if return_lse else result

@@ -66,15 +66,16 @@ def attend_pages(
 def attend_view(
     view: CacheView, q: Tensor, cu_seqlens_q: Tensor | None, spec: tuple[Any, Any, Any], options: tuple[Any, ...],
     random: tuple[float, Any], want_lse: bool, *, partial: bool = False, kind: Kind | None = None,
+    looked: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(out, lse) of q over what a view holds; calls of a kind that was made before take the short way.
 
     spec: mask, scores, sink. options: those of OPTIONS. random: dropout, seed. partial: out in float32, to be merged.
-    kind: what `check_call` gave for these arguments, None: it is found out.
+    kind: what `check_call` gave for these arguments, None: it is found out. looked: whether `view.look` was called.
     """
     key = None
     dropout = random[0]
-    if kind is None and not quick.is_compiling():
+    if not looked and not quick.is_compiling():
         view.look()
     if type(dropout) in (float, int) and not dropout:
         single = cu_seqlens_q is None and not partial and not quick.is_compiling()
