@@ -19,12 +19,11 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.triton.forward_kernel import find_sequence, sequence_length
+from tilewise.backends.triton.runs_words import RUN, load_runs, piece_of  # noqa: F401 for the kernels
 from tilewise.backends.triton.words import LOG2E
 
 CHUNK = tl.constexpr(512)
 """Tiles classified at once."""
-RUN = tl.constexpr(8)
-"""int32 for each tile in the table of `runs_kernel`, of which five are used."""
 INF = tl.constexpr(float("inf"))
 
 
@@ -72,23 +71,6 @@ def column_kinds(t, count, tile, place, data, classify, BLOCK_M: tl.constexpr, B
     kind = classify(i0, i1, low, high, q_offset, k_offset, b, h, h, g, data) + tl.zeros_like(t)
     kind = tl.where(low + BLOCK_N > n_k, tl.minimum(kind, 1), kind)
     return tl.where(t < count, kind, 0)
-
-
-@triton.jit
-def load_runs(ptr, at):
-    """(first, full, after, past, simple) of tile `at`, which `runs_kernel` found."""
-    ptr += at * RUN
-    return tl.load(ptr), tl.load(ptr + 1), tl.load(ptr + 2), tl.load(ptr + 3), tl.load(ptr + 4)
-
-
-@triton.jit
-def piece_of(kind, t, at, stop):
-    """(first, full, after, past): the next PARTIAL, FULL and again PARTIAL tiles from tile `at` on, none between."""
-    first = tl.min(tl.where((t >= at) & (kind != 0), t, stop), 0)
-    full = tl.min(tl.where((t >= first) & (kind != 1), t, stop), 0)
-    after = tl.min(tl.where((t >= full) & (kind != 2), t, stop), 0)
-    past = tl.min(tl.where((t >= after) & (kind != 1), t, stop), 0)
-    return first, full, after, past
 
 
 @triton.jit

@@ -5,7 +5,7 @@ of one query head, or, packed, of a group of heads that share K and V. Loop orde
 PARTIAL tiles fold the mask, FULL ones carry no mask work, EMPTY ones are jumped over. Which tile is what comes from
 the mask's interval form, evaluated for CHUNK tiles at once. With descriptors a run is PARTIAL tiles, FULL tiles,
 PARTIAL tiles in one loop, since each loop waits for its first tile (the branch is three instructions on Hopper);
-without them, where PARTIAL tiles are read with masks, FULL and PARTIAL tiles are loops of their own.
+without them, where PARTIAL tiles are read with masks, both are loops of their own. RUNS: a kernel before has looked.
 State in registers: acc (BLOCK_M, DV), m (BLOCK_M), l (BLOCK_M) or (BLOCK_M, COLUMNS). Shared memory: q (BLOCK_M, D) and
 num_stages of k and v.
 
@@ -16,12 +16,18 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.triton.ahead_kernel import absorb_ahead, absorb_behind
-from tilewise.backends.triton.philox import kept_tile
-from tilewise.backends.triton.softmax_words import in_registers, no_sums, raised, rescaled, summed
+from tilewise.backends.triton.runs_words import load_runs
+from tilewise.backends.triton.softmax_words import in_registers, no_sums
+from tilewise.backends.triton.walk_kernel import (  # noqa: F401 for other kernels
+    CHUNK,
+    absorb_found,
+    absorb_run,
+    absorb_visible,
+    load_tile,
+    weigh,
+)  # fmt: skip
 from tilewise.backends.triton.words import LN2, LOG2E
 
-CHUNK = tl.constexpr(128)
-"""Key tiles classified at once."""
 SEARCH = tl.constexpr(256)
 NOTES = tl.constexpr(128)
 """Tiles whose notes one program of the launch after reads."""
@@ -85,173 +91,19 @@ def position_offset(offset, offset_ptr, b, default, LAST: tl.constexpr):
 
 
 @triton.jit
-def load_tile(ptr, rows, stride_n, stride_d, size_d, row_mask, MASKED: tl.constexpr, D_PAD: tl.constexpr,
-              EVEN: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
-    """Rows of a (tokens, D) view as (len(rows), D_PAD); what lies outside is 0 and is not read.
-
-    STEP divides D, so that the mask is one bit for each 16 bytes and rows are read by vectors.
-    """
-    d = tl.arange(0, D_PAD)
-    columns = (d // STEP < size_d // STEP)[None, :]
-    base = ptr + (rows.to(tl.int64) * stride_n)[:, None] * STEP
-    if UNIT:
-        pointers = base + d[None, :]
-    else:
-        pointers = base + (d.to(tl.int64) * stride_d)[None, :] * STEP
-    if EVEN:
-        if MASKED:
-            tile = tl.load(pointers, mask=row_mask[:, None], other=0.0)
-        else:
-            tile = tl.load(pointers)
-    elif MASKED:
-        tile = tl.load(pointers, mask=row_mask[:, None] & columns, other=0.0)
-    else:
-        tile = tl.load(pointers, mask=columns, other=0.0)
-    return tile
-
-
-@triton.jit
-def weigh(p, v, acc, visible, CAREFUL: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + p v. CAREFUL: an entry of v that is not finite makes NaN of the rows that see it, and of no other."""
-    weights = p.to(v.dtype)
-    if CAREFUL:
-        finite = (v - v) == 0
-        acc = tl.dot(weights, tl.where(finite, v, 0.0).to(v.dtype), acc, input_precision=PRECISION)
-        seen = tl.dot(visible.to(v.dtype), (finite == 0).to(v.dtype), input_precision=PRECISION)
-        acc = tl.where(seen > 0, float("nan"), acc)
-    else:
-        acc = tl.dot(weights, v, acc, input_precision=PRECISION)
-    return acc
-
-
-@triton.jit
-def absorb_run(
-    acc, m, l, q, first, last, inner, outer, tensors, rows, numbers, data, score, keep, classify,  # noqa: E741
-    MASKED: tl.constexpr, CAREFUL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr,
-    DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr,
-):  # fmt: skip
-    """The state after the key tiles first .. last - 1. MASKED says which are PARTIAL, or cut by the end: "none", "all",
-    or "outer", all but inner .. outer - 1."""
-    k_ptr, v_ptr, k_n, k_d, v_n, v_d, size_d, size_dv, n_k, k_desc, v_desc, tensor_b, key0 = tensors
-    i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g = rows
-    scale, seed, threshold, h_word, b_word = numbers
-    for t in tl.range(first, last, num_stages=1 if CAREFUL else None):
-        j0 = t * BLOCK_N
-        columns = j0 + tl.arange(0, BLOCK_N)
-        inside = columns < n_k
-        if TMA:
-            k = k_desc.load([tensor_b, g, key0 + j0, 0]).reshape(BLOCK_N, D_PAD)
-        else:
-            k = load_tile(k_ptr, columns, k_n, k_d, size_d, inside, MASKED == "all", D_PAD, EVEN, STEP, UNIT)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        j = columns[None, :]
-        k_pos = j + k_offset
-        if not FUSED:
-            s = s * scale
-        if HAS_TERMS:
-            s = score(s, i, j, q_pos, k_pos, b, h, g, data)
-        visible = inside[None, :]
-        if MASKED == "outer":
-            if (t < inner) | (t >= outer):
-                s = tl.where(visible & keep(s, i, j, q_pos, k_pos, b, h, g, data), s, -float("inf"))
-        elif MASKED == "all":
-            if HAS_MASK:
-                visible = visible & keep(s, i, j, q_pos, k_pos, b, h, g, data)
-                # What surely no row of the tile may see is not read: padding may hold anything.
-                inside = inside & (
-                    classify(i0, i1, columns, columns, q_offset, k_offset, b, h0, h1, g, data) != 0
-                )
-            s = tl.where(visible, s, -float("inf"))
-        m, p, alpha = raised(m, s, scale, FUSED, LAZY, PARTS)
-        if not PARTS:
-            l = summed(l, alpha, p, False)  # noqa: E741
-        weights = p
-        if DROPOUT:
-            kept = kept_tile(q_pos, j0 + k_offset, h_word, b_word, seed, threshold, BLOCK_M, BLOCK_N)
-            weights = tl.where(kept, p, 0.0)
-        if PARTS:
-            weights = weights.to(v_desc.dtype)
-        acc = rescaled(acc, alpha, LAZY)
-        if TMA:
-            v = v_desc.load([tensor_b, g, key0 + j0, 0]).reshape(BLOCK_N, DV_PAD)
-        else:
-            v = load_tile(
-                v_ptr, columns, v_n, v_d, size_dv, inside, MASKED == "all", DV_PAD, EVEN_V, STEP, UNIT
-            )
-        visible = s != -float("inf")
-        if DROPOUT:
-            visible = visible & kept
-        acc = weigh(weights, v, acc, visible, CAREFUL, PRECISION)
-        if PARTS:
-            l = summed(l, alpha, p, True)  # noqa: E741
-    return acc, m, l
-
-
-@triton.jit
-def absorb_visible(
-    acc, m, l, q, begin, end, tensors, rows, numbers, data, score, keep, classify, classify_coarse,  # noqa: E741
-    HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr,
-):  # fmt: skip
-    """The state after those of the key tiles begin .. end - 1 of which the mask shows something."""
-    i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g = rows
-    n_k = tensors[8]
-    chunk = begin
-    while chunk < end:
-        stop = tl.minimum(chunk + CHUNK, end)
-        last_column = tl.minimum(stop * BLOCK_N, n_k) - 1
-        live = classify_coarse(i0, i1, chunk * BLOCK_N, last_column, q_offset, k_offset, b, h0, h1, g, data)
-        if live != 0:
-            at = chunk
-            t = chunk + tl.arange(0, CHUNK)
-            high = tl.minimum(t * BLOCK_N + BLOCK_N, n_k) - 1
-            kind = classify(
-                i0, i1, t * BLOCK_N, high, q_offset, k_offset, b, h0, h1, g, data
-            ) + tl.zeros_like(t)
-            kind = tl.where(t * BLOCK_N + BLOCK_N > n_k, tl.minimum(kind, 1), kind)
-            kind = tl.where(t < stop, kind, 0)
-            while at < stop:
-                first = tl.min(tl.where((t >= at) & (kind != 0), t, stop), 0)
-                if TMA:
-                    inner = tl.min(tl.where((t >= first) & (kind != 1), t, stop), 0)
-                    outer = tl.min(tl.where((t >= inner) & (kind != 2), t, stop), 0)
-                    at = tl.min(tl.where((t >= outer) & (kind != 1), t, stop), 0)
-                    acc, m, l = absorb_run(  # noqa: E741
-                        acc, m, l, q, first, at, inner, outer, tensors, rows, numbers, data, score, keep,
-                        classify, "outer", False, True, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N,
-                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, PARTS, LAZY)  # fmt: skip
-                else:
-                    middle = tl.min(tl.where((t >= first) & (kind != 2), t, stop), 0)
-                    at = tl.min(tl.where((t >= middle) & (kind != 1), t, stop), 0)
-                    acc, m, l = absorb_run(  # noqa: E741
-                        acc, m, l, q, first, middle, 0, 0, tensors, rows, numbers, data, score, keep,
-                        classify, "none", False, True, HAS_TERMS, FUSED, DROPOUT, BLOCK_M,
-                        BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, PARTS, LAZY)  # fmt: skip
-                    acc, m, l = absorb_run(  # noqa: E741
-                        acc, m, l, q, middle, at, 0, 0, tensors, rows, numbers, data, score, keep,
-                        classify, "all", False, True, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N,
-                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, PARTS, LAZY)  # fmt: skip
-        chunk = stop
-    return acc, m, l
-
-
-@triton.jit
 def forward_tile(
     program, part,
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr,
-    used_q_ptr, used_k_ptr, k_desc, v_desc, flag_ptr,
+    used_q_ptr, used_k_ptr, k_desc, v_desc, flag_ptr, runs_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_s, o_b, o_h, o_n, o_d, l_s, l_b, l_h,
-    batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles,
+    batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles, run_b, run_h,
     q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
     data, score, keep, classify, classify_coarse,
     HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
     LAST: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, LOOP: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr,
-    CARE: tl.constexpr, RATIO: tl.constexpr,
+    RUNS: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
     """out and lse of a tile of rows. Strides are in units of STEP elements.
 
@@ -262,16 +114,16 @@ def forward_tile(
     split = program % splits
     rest = program // splits
     units = heads if VARLEN else batch * heads
-    tile, unit = place_of(rest, units, row_tiles, swizzle)
+    slot, unit = place_of(rest, units, row_tiles, swizzle)
     if VARLEN:
         tokens = RATIO * BLOCK_M // group if PACKED else RATIO * BLOCK_M
-        b, tile = find_sequence(cu_q_ptr, tile, batch, seqlen_q, tokens)
+        b, tile = find_sequence(cu_q_ptr, slot, batch, seqlen_q, tokens)
         head = unit
         row0, n_q = sequence_length(cu_q_ptr, used_q_ptr, b, seqlen_q)
         key0, n_k = sequence_length(cu_k_ptr, used_k_ptr, b, seqlen_k)
         tensor_b = 0
     else:
-        b, head = unit // heads, unit % heads
+        b, head, tile = unit // heads, unit % heads, slot
         row0, n_q, key0, n_k = 0, seqlen_q, 0, seqlen_k
         tensor_b = b
     q_offset = position_offset(q_offset, q_offset_ptr, b, n_k - n_q, LAST)
@@ -324,6 +176,12 @@ def forward_tile(
             acc, m, l, q, first, last, 0, 0, tensors, here, numbers, data, score, keep, classify, "all", True,
             HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, CARE_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
             PRECISION, False, False, False)  # fmt: skip
+    elif RUNS:
+        found = load_runs(runs_ptr, tl.cast(tensor_b, tl.int64) * run_b + head * run_h + slot)
+        acc, m, l = absorb_found(  # noqa: E741
+            acc, m, l, q, found, end, tensors, here, numbers, data, score, keep, classify,
+            HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
+            TMA, PARTS, LAZY)  # fmt: skip
     elif HAS_MASK:
         acc, m, l = absorb_visible(  # noqa: E741
             acc, m, l, q, begin, end, tensors, here, numbers, data, score, keep, classify, classify_coarse,
@@ -343,8 +201,8 @@ def forward_tile(
     else:
         middle = tl.maximum(tl.minimum(end, n_k // BLOCK_N), begin)
         acc, m, l = absorb_run(  # noqa: E741
-            acc, m, l, q, begin, middle, 0, 0, tensors, here, numbers, data, score, keep, classify, "none", False,
-            HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
+            acc, m, l, q, begin, middle, 0, 0, tensors, here, numbers, data, score, keep, classify, "none",
+            False, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
             PRECISION, TMA, PARTS, LAZY)  # fmt: skip
         acc, m, l = absorb_run(  # noqa: E741
             acc, m, l, q, middle, end, 0, 0, tensors, here, numbers, data, score, keep, classify, "all", False,
@@ -360,8 +218,8 @@ def forward_tile(
             l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
             acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
             acc, m, l = absorb_run(  # noqa: E741
-                acc, m, l, q, first, last, 0, 0, tensors, here, numbers, data, score, keep, classify, "all", True,
-                HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, CARE_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
+                acc, m, l, q, first, last, 0, 0, tensors, here, numbers, data, score, keep, classify, "all",
+                True, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, CARE_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
                 PRECISION, False, False, False)  # fmt: skip
 
     # ---- finish ----
@@ -408,43 +266,43 @@ def absorb_sink(m, l, logit, unit: tl.constexpr):  # noqa: E741
 @triton.jit
 def forward_program(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr,
-    used_q_ptr, used_k_ptr, k_desc, v_desc, flag_ptr,
+    used_q_ptr, used_k_ptr, k_desc, v_desc, flag_ptr, runs_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_s, o_b, o_h, o_n, o_d, l_s, l_b, l_h,
-    batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles,
+    batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles, run_b, run_h,
     q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
     data, score, keep, classify, classify_coarse,
     HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
     LAST: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, LOOP: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr,
-    CARE: tl.constexpr, RATIO: tl.constexpr,
+    RUNS: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
     """One program of the forward launch: see the header and `forward_tile`."""
     forward_tile(
         tl.program_id(0), 0,
          q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr,
-        cu_k_ptr, used_q_ptr, used_k_ptr, k_desc, v_desc, flag_ptr, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b,
-        v_h, v_n, v_d, o_s, o_b, o_h, o_n, o_d, l_s, l_b, l_h, batch, heads, group, seqlen_q, seqlen_k,
-        row_tiles, swizzle, splits, split_tiles, q_offset, k_offset, h_offset, b_offset, size_d, size_dv,
+        cu_k_ptr, used_q_ptr, used_k_ptr, k_desc, v_desc, flag_ptr, runs_ptr, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d,
+        v_b, v_h, v_n, v_d, o_s, o_b, o_h, o_n, o_d, l_s, l_b, l_h, batch, heads, group, seqlen_q, seqlen_k,
+        row_tiles, swizzle, splits, split_tiles, run_b, run_h, q_offset, k_offset, h_offset, b_offset, size_d, size_dv,
         threshold, scale, drop_factor, data, score, keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, FUSED,
         DROPOUT, VARLEN, LAST, PACKED, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
-        TMA, LOOP, PARTS, LAZY, CARE, RATIO,
+        TMA, LOOP, PARTS, LAZY, RUNS, CARE, RATIO,
     )  # fmt: skip
 
 
 @triton.jit
 def again_program(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr,
-    used_q_ptr, used_k_ptr, k_desc, v_desc, flag_ptr,
+    used_q_ptr, used_k_ptr, k_desc, v_desc, flag_ptr, runs_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_s, o_b, o_h, o_n, o_d, l_s, l_b, l_h,
-    batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles,
+    batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles, run_b, run_h,
     q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
     data, score, keep, classify, classify_coarse,
     HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
     LAST: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, LOOP: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr,
-    CARE: tl.constexpr, RATIO: tl.constexpr,
+    RUNS: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
     """One program of the launch after it: does the noted tiles among every NOTES again, in RATIO parts."""
     units = heads if VARLEN else batch * heads
@@ -457,11 +315,11 @@ def again_program(
         for part in range(0, RATIO):
             forward_tile(
                 at, part, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, seed_ptr, q_offset_ptr, k_offset_ptr,
-                cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, k_desc, v_desc, flag_ptr, q_b, q_h, q_n, q_d, k_b,
+                cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, k_desc, v_desc, flag_ptr, runs_ptr, q_b, q_h, q_n, q_d, k_b,
                 k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_s, o_b, o_h, o_n, o_d, l_s, l_b, l_h, batch, heads, group,
-                seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles, q_offset, k_offset, h_offset,
+                seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles, run_b, run_h, q_offset, k_offset, h_offset,
                 b_offset, size_d, size_dv, threshold, scale, drop_factor, data, score, keep, classify,
                 classify_coarse, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, VARLEN, LAST, PACKED, BLOCK_M, BLOCK_N,
-                D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, LOOP, PARTS, LAZY, CARE, RATIO,
+                D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, LOOP, PARTS, LAZY, RUNS, CARE, RATIO,
             )  # fmt: skip
         at = tl.min(tl.where(noted & (n > at), n, total), 0)

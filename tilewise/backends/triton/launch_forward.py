@@ -21,6 +21,7 @@ from tilewise.backends.triton.launch import (
     reads_by_descriptors,
     tables,
 )
+from tilewise.backends.triton.launch_runs import RowRuns, aligned_leaves, table_strides, wanted_runs
 from tilewise.backends.triton.launch_splits import combine_parts, parts_of
 from tilewise.backends.triton.layout import Slots, describe, fill, pairwise_dims, powers_of
 from tilewise.backends.triton.machine import machine_of
@@ -45,24 +46,25 @@ FORWARD = Entry(
     "forward", "tilewise.backends.triton.forward_kernel", "forward_program",
     (
         "q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr", "sink_ptr", "seed_ptr", "q_offset_ptr", "k_offset_ptr",
-        "cu_q_ptr", "cu_k_ptr", "used_q_ptr", "used_k_ptr", "k_desc", "v_desc", "flag_ptr",
+        "cu_q_ptr", "cu_k_ptr", "used_q_ptr", "used_k_ptr", "k_desc", "v_desc", "flag_ptr", "runs_ptr",
         *STRIDES,
-        "batch", "heads", "group", "seqlen_q", "seqlen_k", "row_tiles", "swizzle", "splits", "split_tiles",
-        "q_offset", "k_offset", "h_offset", "b_offset", "size_d", "size_dv", "threshold:u32", "scale:fp32",
+        "batch", "heads", "group", "seqlen_q", "seqlen_k", "row_tiles", "swizzle", "splits", "split_tiles", "run_b",
+        "run_h", "q_offset", "k_offset", "h_offset", "b_offset", "size_d", "size_dv", "threshold:u32", "scale:fp32",
         "drop_factor:fp32",
     ),
     ("score", "keep", "classify", "classify_coarse"),
     (
         "HAS_MASK", "HAS_TERMS", "FUSED", "DROPOUT", "VARLEN", "LAST", "PACKED", "BLOCK_M", "BLOCK_N", "D_PAD",
         "DV_PAD", "EVEN", "EVEN_V", "STEP", "UNIT", "PRECISION", "TMA", "LOOP",
-        "PARTS", "LAZY", "CARE", "RATIO",
+        "PARTS", "LAZY", "RUNS", "CARE", "RATIO",
     ),
 )  # fmt: skip
 AGAIN = FORWARD._replace(name="again", program="again_program")
 AT = {argument.partition(":")[0]: n for n, argument in enumerate(FORWARD.arguments)}
 OFFSETS = slice(AT["q_offset"], AT["b_offset"] + 1)
 SCALE = AT["scale"]
-FLAG = AT["flag_ptr"]
+TABLE_STRIDES = slice(AT["run_b"], AT["run_h"] + 1)
+FLAG, TABLE = AT["flag_ptr"], AT["runs_ptr"]
 NOTES = 128
 """`forward_kernel.NOTES`, which cannot be imported without Triton."""
 CARE_M = 32
@@ -107,13 +109,15 @@ def strides_of(problem: Problem, tensors: Sequence[Tensor], out_strides: Sequenc
 class Recipe(NamedTuple):
     """A launch of the forward kernel with everything that calls of one kind share; see `kind_of`.
 
-    run: the kernel; again: the launch after it that repeats noted tiles, or None. values: the arguments, in which a
+    run: the kernel; again: the launch after it that repeats noted tiles, or None; before: the launch that finds where
+    visible tiles begin and end, or None. values: the arguments, in which a
     call's own are replaced (`_own_values`). grid: programs. aligned: addresses are multiples of
     16 bytes.
     """
 
     run: Any
     again: Any
+    before: RowRuns | None
     values: list[object]
     types: tuple[str, ...]
     grid: int
@@ -194,6 +198,8 @@ def _run(recipe: Recipe, values: list[object], device: torch.device) -> None:
     """Launch a recipe, and after it what repeats the tiles that met something not finite."""
     if recipe.again is not None:
         values[FLAG] = torch.empty(recipe.grid, dtype=torch.int32, device=device)
+    if recipe.before is not None:
+        values[TABLE] = recipe.before.find(values, AT, device)
     recipe.run(recipe.grid, values)
     if recipe.again is not None:
         recipe.again(-(-recipe.grid // NOTES), values)
@@ -218,12 +224,9 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     if splits == 1:
         out = result
         out_strides = (0, *four_strides(problem, out))
-        lse_strides = (0, 0, problem.shape.seqlen_q) if problem.options.layout == "varlen" else None
-        lse_strides = lse_strides or (
-            0,
-            problem.shape.num_heads_q * problem.shape.seqlen_q,
-            problem.shape.seqlen_q,
-        )
+        per_head = problem.shape.seqlen_q
+        per_batch_entry = problem.shape.num_heads_q * per_head if problem.options.layout == "dense" else 0
+        lse_strides = (0, per_batch_entry, per_head)
     else:
         out, lse = parts_of(problem, inputs, splits)
         out_strides, lse_strides = out.stride(), lse.stride()[:3]
@@ -242,34 +245,45 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     care = ("inline" if tiles.block_m <= CARE_M else "flag") if hides else "none"
     if care == "flag":
         values[FLAG] = torch.empty(0, dtype=torch.int32, device=out.device)
-    constants = _constants(problem, inputs, tiles, strides, tma)
+    # A mask of positions alone is asked about a tile in less time than a table is read.
+    looked = tma and splits == 1 and not tiles.packed and bool(slots.tables)
+    rows = choice.row_tiles(problem, tiles)
+    if looked:
+        values[TABLE] = torch.empty(0, dtype=torch.int32, device=out.device)
+        values[TABLE_STRIDES] = table_strides(problem, rows)
+    constants = _constants(problem, inputs, tiles, strides, tma, looked)
     names = [a.partition(":")[0] for a in FORWARD.arguments] + list(slots.names)
-    aligned = tuple(range(4)) if strides.step > 1 else ()
-    aligned += tuple(
-        len(FORWARD.arguments) + at
-        for at, layout in zip(slots.leaf_at, slots.leaves, strict=True)
-        if layout.step > 1
-    )
+    aligned = (*range(4 if strides.step > 1 else 0), *aligned_leaves(slots, len(FORWARD.arguments)))
     types = types_of(names, values, argument_types(FORWARD, slots))
     wholes = (*constants, ("CARE", care), ("RATIO", 1))
     build = Build(types, aligned, wholes, tiles.warps, tiles.stages, tiles.registers)
     wanted = [Wanted(problem, slots, FORWARD, build, device, (FORWARD, AGAIN))]
     if care == "flag":
-        other = {"BLOCK_M": CARE_M, "TMA": False, "LOOP": "plain", "PARTS": False, "LAZY": False}
-        low = tuple((name, other.get(name, value)) for name, value in constants)
-        ratio = tiles.block_m // CARE_M
-        build = Build(types, aligned, (*low, ("CARE", "again"), ("RATIO", ratio)), 4, 1)
+        build = _build_of_again(build, constants, tiles)
         wanted.append(Wanted(problem, slots, AGAIN, build, device, (FORWARD, AGAIN)))
-    run, again = (*kernel_launchers(wanted), None)[:2]
-    rows = choice.row_tiles(problem, tiles)
+    if looked:
+        wanted.append(wanted_runs(problem, slots, tiles, values, AT, device))
+    run, *others = kernel_launchers(wanted)
+    before = RowRuns(others.pop(), problem, rows) if looked else None
+    again = others[0] if others else None
     heads = problem.shape.num_heads_kv if tiles.packed else problem.shape.num_heads_q
     units = heads if problem.options.layout == "varlen" else problem.shape.batch * heads
     # The recipe keeps no tensor alive: a call puts its own in.
     kept = [None if isinstance(x, torch.Tensor) or hasattr(x, "block_shape") else x for x in values]
     return Recipe(
-        run, again, kept, types, units * rows * splits, splits, tiles, tma, strides.step > 1,
+        run, again, before, kept, types, units * rows * splits, splits, tiles, tma, strides.step > 1,
         result.stride(), slots, problem,
     )  # fmt: skip
+
+
+def _build_of_again(build: Build, constants: tuple[tuple[str, object], ...], tiles: Tiles) -> Build:
+    """The build of the launch after one whose tiles are tall: a tile in parts of CARE_M rows."""
+    off = dict.fromkeys(("TMA", "PARTS", "LAZY", "RUNS"), False)
+    other = {"BLOCK_M": CARE_M, "LOOP": "plain", **off}
+    low = tuple((name, other.get(name, value)) for name, value in constants)
+    return Build(
+        build.types, build.aligned, (*low, ("CARE", "again"), ("RATIO", tiles.block_m // CARE_M)), 4, 1
+    )
 
 
 def _has_pairs(problem: Problem, slots: Slots) -> bool:
@@ -289,10 +303,10 @@ def _shared_values(
     abreast = choice.heads_abreast(problem, tiles, machine_of(max(inputs.q.get_device(), 0)))
     l_s, l_b, l_h = lse_strides
     return [
-        inputs.q, inputs.k, inputs.v, None, None, *_optional(problem, inputs), None, None, None,
+        inputs.q, inputs.k, inputs.v, None, None, *_optional(problem, inputs), None, None, None, None,
         *strides.q, *strides.k, *strides.v, *strides.out, l_s, 0 if varlen else l_b, l_h,
         s.batch, heads, max(problem.group, 1), s.seqlen_q, s.seqlen_k, choice.row_tiles(problem, tiles), abreast,
-        *splits, _number(inputs.q_offset), _number(inputs.k_offset), inputs.h_offset, inputs.b_offset,
+        *splits, 0, 0, _number(inputs.q_offset), _number(inputs.k_offset), inputs.h_offset, inputs.b_offset,
         s.head_dim, s.head_dim_v, threshold, inputs.scale, factor, *_data(problem, inputs, slots),
     ]  # fmt: skip
 
@@ -340,7 +354,7 @@ def _own_values(recipe: Recipe, inputs: Inputs, out: Tensor, lse: Tensor) -> lis
 
 
 def _constants(
-    problem: Problem, inputs: Inputs, tiles: Tiles, strides: Strides, tma: bool
+    problem: Problem, inputs: Inputs, tiles: Tiles, strides: Strides, tma: bool, looked: bool
 ) -> tuple[tuple[str, object], ...]:
     spec, s = problem.spec, problem.shape
     d, dv = choice.padded(s.head_dim), choice.padded(s.head_dim_v)
@@ -352,6 +366,7 @@ def _constants(
         ("EVEN", d == s.head_dim), ("EVEN_V", dv == s.head_dim_v), ("STEP", strides.step), ("UNIT", strides.unit),
         ("PRECISION", precision_of(problem.dtype)), ("TMA", tma),
         ("LOOP", tiles.loop if tma else "plain"), ("PARTS", tma and tiles.parts), ("LAZY", tma and tiles.lazy),
+        ("RUNS", looked),
     )  # fmt: skip
 
 

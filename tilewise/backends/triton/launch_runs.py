@@ -1,19 +1,29 @@
-"""The launch of `runs_kernel`: where the visible tiles of each tile of keys, and of rows, begin and end."""
+"""The launch of `runs_kernel`: where the visible tiles of each tile of keys, and of rows, begin and end.
+
+The backward looks for both (`find_runs`), the forward for those of rows, where a mask reads leaves (`RowRuns`).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from tilewise.backends.triton.backward_entries import RUNS
+from tilewise.backends.triton.compile import Build, types_of
+from tilewise.backends.triton.launch import Wanted
+from tilewise.backends.triton.source import argument_types
 from tilewise.spec import expression as ex
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch import Tensor
 
     from tilewise.backends.triton.launch_backward import Call
+    from tilewise.backends.triton.layout import Slots
     from tilewise.backends.triton.tiles import Tiles
+    from tilewise.problem import Problem
 
 RUN = 8
 """int32 for each tile; that of `backward_words`."""
@@ -29,6 +39,8 @@ class Runs(NamedTuple):
 
 
 NO_RUNS = Runs()
+ROW_RUNS = RUNS._replace(name="row_runs", functions=("classify",))
+"""For the forward, whose FULL tiles go without any part of a mask."""
 
 
 def find_runs(call: Call, keys: Tiles, rows: Tiles | None) -> Runs:
@@ -52,3 +64,67 @@ def find_runs(call: Call, keys: Tiles, rows: Tiles | None) -> Runs:
         ROWS_M=rows.block_m, ROWS_N=rows.block_n,
     )  # fmt: skip
     return Runs(table, table[RUN * key_tiles :], (heads * tiles, tiles if apart else 0))
+
+
+# ---- the forward ---------------------------------------------------------------------------------------------
+
+
+def _heads_apart(problem: Problem) -> int:
+    """Heads that the mask tells apart; 1 if it is the same for all."""
+    assert problem.spec.keep is not None
+    return problem.shape.num_heads_q if ex.variables(problem.spec.keep) & {"h", "g"} else 1
+
+
+def table_strides(problem: Problem, row_tiles: int) -> tuple[int, int]:
+    """Tiles from a batch entry to the next, and from a head to the next, in the forward's table."""
+    heads = _heads_apart(problem)
+    return heads * row_tiles, row_tiles if heads > 1 else 0
+
+
+def _values(values: Sequence[Any], at: Mapping[str, int], heads: int, table: Tensor) -> tuple[object, ...]:
+    """The arguments of `runs_kernel` for tiles of rows alone, from the forward kernel's, whose places are `at`."""
+    return (
+        table, *values[at["q_offset_ptr"] : at["used_k_ptr"] + 1], values[at["batch"]], heads,
+        *values[at["group"] : at["seqlen_k"] + 1], 0, values[at["row_tiles"]], values[at["q_offset"]],
+        values[at["k_offset"]], *values[len(at) :],
+    )  # fmt: skip
+
+
+def aligned_leaves(slots: Slots, first: int) -> tuple[int, ...]:
+    """Numbers of the arguments, of which `first` come before the slots', that are leaves at multiples of 16 bytes."""
+    pairs = zip(slots.leaf_at, slots.leaves, strict=True)
+    return tuple(first + at for at, leaf in pairs if leaf.step > 1)
+
+
+def wanted_runs(
+    problem: Problem, slots: Slots, tiles: Tiles, values: Sequence[Any], at: Mapping[str, int], device: int
+) -> Wanted:
+    """The kernel that looks for the visible tiles of the forward's tiles of rows."""
+    own = _values(values, at, _heads_apart(problem), values[at["runs_ptr"]])
+    names = [a.partition(":")[0] for a in ROW_RUNS.arguments] + list(slots.names)
+    aligned = aligned_leaves(slots, len(ROW_RUNS.arguments))
+    known: dict[str, object] = {
+        "VARLEN": problem.options.layout == "varlen", "LAST": problem.options.q_offset == "last",
+        "KEYS_M": tiles.block_m, "KEYS_N": tiles.block_n, "ROWS_M": tiles.block_m, "ROWS_N": tiles.block_n,
+    }  # fmt: skip
+    build = Build(
+        types_of(names, own, argument_types(ROW_RUNS, slots)), aligned,
+        tuple((name, known[name]) for name in ROW_RUNS.constants), 4, 1,
+    )  # fmt: skip
+    return Wanted(problem, slots, ROW_RUNS, build, device, (ROW_RUNS,))
+
+
+class RowRuns(NamedTuple):
+    """The launch before a forward kernel that reads its table. run: the kernel; row_tiles: of a head."""
+
+    run: Any
+    problem: Problem
+    row_tiles: int
+
+    def find(self, values: Sequence[Any], at: Mapping[str, int], device: torch.device) -> Tensor:
+        """The table of a call with those arguments of the forward kernel."""
+        heads = _heads_apart(self.problem)
+        units = heads * (1 if self.problem.options.layout == "varlen" else self.problem.shape.batch)
+        table = torch.empty(units * self.row_tiles * RUN, dtype=torch.int32, device=device)
+        self.run(units * self.row_tiles, _values(values, at, heads, table))
+        return table

@@ -1,0 +1,66 @@
+"""How the Triton forward walks its tiles where a kernel before it has looked for the visible ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from versions import needs_triton
+
+pytestmark = needs_triton
+
+RUN = """
+import json, sys
+import torch
+sys.path.insert(0, "tests")
+import triton_interpreter
+triton_interpreter.repair()
+import tilewise as tw
+from tilewise.backends.triton import launch_forward
+launch_forward.TMA_WORK = 0.0
+found = {}
+def apart(name, call, *args, **options):
+    ran = [call(*args, backend=backend, **options).float() for backend in ("triton", "blockwise")]
+    found[name] = float((ran[0] - ran[1]).abs().max())
+by_head = torch.randint(0, 100, (2, 140)).int()
+by_head[1, :128] = 0
+back = torch.stack([torch.arange(140) // 50 % 2, torch.arange(140) // 23]).int()
+q, k = (torch.randn(2, 2, 140, 40).half() for _ in range(2))
+packed = [t[0].transpose(0, 1) for t in (q, k, k)]
+edges = torch.tensor([0, 70, 70, 140]).int()
+within = tw.causal() & tw.document(back[:1].expand(3, -1))
+apart("packed", tw.attention_varlen, *packed, edges, edges, mask=within)
+k = k.clone()
+k[:, :, 10] = float("nan")
+hidden = tw.custom(lambda k: k != 10)
+apart("documents that come back", tw.attention, q, k, k, mask=hidden & tw.document(back))
+apart("causal documents", tw.attention, q, k, k, mask=hidden & tw.causal() & tw.document(back[1:]))
+apart("heads apart", tw.attention, q, k, k,
+      mask=hidden & tw.custom(lambda h, j, leaf: leaf[h, j] > 50, by_head) & tw.window(60, 60))
+assert len(launch_forward._recipes) == 4
+assert all(recipe.before is not None for recipe in launch_forward._recipes.values())
+print(json.dumps(found))
+"""
+CASES = ("packed", "documents that come back", "causal documents", "heads apart")
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, float]:
+    """The largest difference to the reference, by case."""
+    root = Path(__file__).parent.parent
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN], cwd=root, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_runs_that_were_looked_for_before_are_those_of_the_mask(name, interpreted):
+    """By descriptors, with leaves that a mask reads: in any order, with a NaN where nobody looks."""
+    assert interpreted[name] < 1e-2
