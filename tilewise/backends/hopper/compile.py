@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tilewise.backends.hopper.reading import quick_reading
+from tilewise.backends.triton import compiler_digest
 from tilewise.backends.triton.compile import POINTERS, Build, Launcher
 
 if TYPE_CHECKING:
@@ -56,9 +58,14 @@ def compile_gluon(kernel: Any, build: Build, target: Any = None) -> Any:
     values = {(n,): None for n, kind in enumerate(build.types) if kind == "constexpr"}
     values |= {(n,): constants[name] for n, name in enumerate(names) if n >= count}
     attributes = {(n,): [["tt.divisibility", 16]] for n in build.aligned}
-    options = {"num_warps": build.warps, "maxnreg": build.registers or None, "enable_fp_fusion": False}
+    # Without this, sums of integers are formed once more in 64 bits, for assertions that no build of ours has.
+    options = {
+        "num_warps": build.warps, "maxnreg": build.registers or None, "enable_fp_fusion": False,
+        "sanitize_overflow": False,
+    }  # fmt: skip
+    compiler_digest.recall()
     source = GluonASTSource(kernel, signature, values, attributes)
-    with uncollected():
+    with uncollected(), quick_reading():
         return triton.compile(source, target=target, options=options)
 
 

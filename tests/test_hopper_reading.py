@@ -1,0 +1,148 @@
+"""A quicker reading of kernels: the same operations at the same places, and Triton as it was before."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from versions import needs_triton
+
+pytestmark = needs_triton
+
+triton = pytest.importorskip("triton")
+if tuple(map(int, triton.__version__.split(".")[:2])) != (3, 6):
+    pytest.skip("the backend 'hopper' needs Triton 3.6", allow_module_level=True)
+
+from triton.compiler import code_generator  # noqa: E402
+from triton.language import core  # noqa: E402
+from triton.runtime import jit  # noqa: E402
+
+from tilewise.backends.hopper import reading  # noqa: E402
+
+
+def _state():
+    owners = (code_generator, code_generator.CodeGenerator, core.tuple_type, core.tensor)
+    names = ("warnings", "inspect", "_define_name_lookup", "__init__")
+    return [vars(owner).get(name) for owner in owners for name in names]
+
+
+def _read(quickly: bool, monkeypatch) -> str:
+    """The operations of the causal kernel of D = 128, with the places in the text that they come from."""
+    import hopper_compile
+    from triton.experimental.gluon import _runtime
+
+    import tilewise as tw
+
+    texts = []
+
+    class Enough(Exception):
+        pass
+
+    def keep(*arguments):
+        texts.append(str(whole(*arguments)))
+        raise Enough
+
+    with monkeypatch.context() as patch:
+        whole = _runtime.GluonASTSource.make_ir
+        patch.setattr(_runtime.GluonASTSource, "make_ir", keep)
+        if not quickly:
+            patch.setattr(reading, "replacements", tuple)
+        patch.setenv("TRITON_ALWAYS_COMPILE", "1")
+        with pytest.raises(Enough):
+            hopper_compile.compile_forward((128, 128), tw.causal())
+    return texts[0]
+
+
+def test_this_triton_is_the_one_that_was_written_for():
+    assert reading.digest(code_generator, core, jit) in reading.KNOWN
+    assert reading.replacements()
+
+
+def test_a_kernel_is_read_as_before(monkeypatch):
+    assert _read(True, monkeypatch) == _read(False, monkeypatch)
+
+
+def test_triton_is_put_back_after_the_last_of_several_threads():
+    before = _state()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def other():
+        with reading.quick_reading():
+            inside.set()
+            go_on.wait(10)
+
+    thread = threading.Thread(target=other)
+    with reading.quick_reading():
+        thread.start()
+        inside.wait(10)
+        assert code_generator.warnings is not before[0]
+    assert code_generator.warnings is not before[0]  # the other still reads
+    go_on.set()
+    thread.join()
+    assert _state() == before
+    with pytest.raises(ZeroDivisionError), reading.quick_reading():
+        raise ZeroDivisionError
+    assert _state() == before
+
+
+def test_another_text_of_triton_is_read_by_triton_itself(monkeypatch):
+    monkeypatch.setattr(reading, "KNOWN", ())
+    reading.replacements.cache_clear()
+    try:
+        assert reading.replacements() == ()
+        with reading.quick_reading():
+            assert code_generator.inspect.__name__ == "inspect"
+    finally:
+        reading.replacements.cache_clear()
+
+
+def test_types_of_tuples_have_their_names_then_and_later():
+    plain = core.tuple_type([core.int32, core.float32], ["a", "b"]).name
+    with reading.quick_reading():
+        made = core.tuple_type([core.int32, core.float32], ["a", "b"])
+    assert plain == made.name == str(made) == "[a:int32,b:fp32]"
+    assert made == core.tuple_type([core.int32, core.float32], ["a", "b"])
+
+
+def test_signatures_and_arguments_are_those_of_inspect():
+    import inspect
+
+    def plain(a, b=2): ...
+
+    def rest(a, *others): ...
+
+    class Thing:
+        def method(self, x): ...
+
+    ours = reading._Signatures()
+    thing = Thing()
+    for function in (plain, rest, Thing.method, thing.method, len):
+        for _ in range(2):
+            assert ours.signature(function) == inspect.signature(function)
+    for function, given in ((plain, (1,)), (plain, (1, 3)), (rest, (1, 2, 3))):
+        assert ours.getcallargs(function, *given) == inspect.getcallargs(function, *given)
+    assert ours.getcallargs(plain, 1, b=5) == {"a": 1, "b": 5}
+    with pytest.raises(TypeError):
+        ours.getcallargs(plain)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_child_of_fork_may_read_while_its_parent_changes_something():
+    text = (
+        "import os, warnings; warnings.simplefilter('ignore')\n"
+        "from tilewise.backends.hopper import reading\n"
+        "reading.replacements()\n"
+        "reading._lock.acquire()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    with reading.quick_reading(): pass\n"
+        "    os._exit(0)\n"
+        "print(os.waitpid(child, 0)[1])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["0"]
