@@ -134,11 +134,7 @@ def attention_with_cache(
     options = (scale, q_offset, k_offset, h_offset, deterministic, batch_invariant, backend, allow_quadratic)
     spec = (mask, scores, sink)
     if new is not None and not is_compiling():
-        if view.k.is_inference() and not torch.is_inference_mode_enabled():
-            raise OptionError(
-                "a cache that was made in inference mode is written in inference mode only\n"
-                "Make it under torch.no_grad(), or call under torch.inference_mode()."
-            )
+        _check_inference(view)
         kind = check_call(view, q, edges_q, spec, options, (dropout, seed))
     if books is not None:
         books.enter(new)
@@ -201,6 +197,15 @@ def _form(q: Tensor, new: _New | None, table: RotaryTable | None) -> tuple[Any, 
         )
         form = (*form, *turned, style)
     return form
+
+
+def _check_inference(view: CacheView) -> None:
+    """Raise OptionError where torch itself would refuse to write, and a kernel would not."""
+    if view.k.is_inference() and not torch.is_inference_mode_enabled():
+        raise OptionError(
+            "a cache that was made in inference mode is written in inference mode only\n"
+            "Make it under torch.no_grad(), or call under torch.inference_mode()."
+        )
 
 
 def _check_devices(view: CacheView, q: Tensor, new: _New | None, table: RotaryTable | None) -> None:
