@@ -343,18 +343,23 @@ def test_leaves_as_long_as_the_call_are_read_by_vectors():
     assert "inside(k" in _function(_text(None, (by_position,)), "score")
 
 
-@pytest.mark.parametrize("rows, stages", [(1, 3), (256, 2)])
-def test_a_bias_per_key_leaves_room_for_three_stages(rows, stages, monkeypatch):
-    """Three stages and two programs fill a multiprocessor's shared memory; only an element per pair takes of it."""
+@pytest.mark.parametrize(
+    "rows, dtype, stages, loop",
+    [(1, torch.bfloat16, 3, "held"), (256, torch.bfloat16, 3, "held"), (256, torch.float32, 2, "plain")],
+)
+def test_a_bias_leaves_room_for_three_stages(rows, dtype, stages, loop):
+    """Three stages and two programs fill a multiprocessor's shared memory, of which an element per pair takes some: as
+    much as q does, if it has two bytes."""
     from tilewise.backends.triton import launch_forward
     from tilewise.backends.triton.machine import Machine
     from tilewise.backends.triton.tiles import choose
 
     machine = Machine("cuda", 90, 232448, 132)
     tensors = [torch.zeros(8, 16, 256, 128, dtype=torch.bfloat16) for _ in range(3)]
-    problem, inputs = _problem(None, (tw.bias(torch.zeros(1, 1, rows, 256, dtype=torch.bfloat16)),), tensors)
-    pairs = launch_forward._has_pairs(problem, launch_forward.slots_of(problem, inputs))
-    assert choose(problem, machine, True, pairs).stages == stages
+    problem, inputs = _problem(None, (tw.bias(torch.zeros(1, 1, rows, 256, dtype=dtype)),), tensors)
+    pairs = launch_forward._pair_bytes(inputs, launch_forward.slots_of(problem, inputs), problem)
+    tiles = choose(problem, machine, True, pairs)
+    assert (tiles.stages, tiles.loop) == (stages, loop)
 
 
 def test_a_bias_per_pair_is_loaded_ahead_by_vectors(monkeypatch, no_driver):

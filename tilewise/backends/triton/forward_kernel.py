@@ -17,7 +17,7 @@ import triton.language as tl
 
 from tilewise.backends.triton.ahead_kernel import absorb_ahead, absorb_behind
 from tilewise.backends.triton.runs_words import load_runs
-from tilewise.backends.triton.softmax_words import in_registers, no_sums
+from tilewise.backends.triton.softmax_words import in_registers, kept_in_registers, no_sums
 from tilewise.backends.triton.walk_kernel import (  # noqa: F401 for other kernels
     CHUNK,
     absorb_found,
@@ -103,7 +103,7 @@ def forward_tile(
     LAST: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, LOOP: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr,
-    RUNS: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
+    ADDED: tl.constexpr, RUNS: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
     """out and lse of a tile of rows. Strides are in units of STEP elements.
 
@@ -153,7 +153,7 @@ def forward_tile(
     q_columns = d[None, :] if UNIT else (d.to(tl.int64) * q_d)[None, :] * STEP
     q_inside = alive[:, None] & (d // STEP < size_d // STEP)[None, :]
     q = tl.load(q_base + q_rows + q_columns, mask=q_inside, other=0.0)
-    if LOOP == "ahead":
+    if LOOP == "ahead" or LOOP == "held":
         q = in_registers(q)
     k_base = k_ptr + (tl.cast(tensor_b, tl.int64) * k_b + tl.cast(g, tl.int64) * k_h + key0 * k_n) * STEP
     v_base = v_ptr + (tl.cast(tensor_b, tl.int64) * v_b + tl.cast(g, tl.int64) * v_h + key0 * v_n) * STEP
@@ -170,23 +170,25 @@ def forward_tile(
     tensors = (k_base, v_base, k_n, k_d, v_n, v_d, size_d, size_dv, n_k, k_desc, v_desc, tensor_b, key0)
     here = (i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g)
     numbers = (scale, seed, threshold, h + h_offset, b + b_offset)
+    if LOOP == "held":
+        q, l = kept_in_registers(q, l)  # noqa: E741
     if CARE == "again":
         first, last = begin * BLOCK_N // CARE_N, tl.cdiv(tl.minimum(end * BLOCK_N, n_k), CARE_N)
         acc, m, l = absorb_run(  # noqa: E741
             acc, m, l, q, first, last, 0, 0, tensors, here, numbers, data, score, keep, classify, "all", True,
             HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, CARE_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-            PRECISION, False, False, False)  # fmt: skip
+            PRECISION, False, False, False, ADDED)  # fmt: skip
     elif RUNS:
         found = load_runs(runs_ptr, tl.cast(tensor_b, tl.int64) * run_b + head * run_h + slot)
         acc, m, l = absorb_found(  # noqa: E741
             acc, m, l, q, found, end, tensors, here, numbers, data, score, keep, classify,
             HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
-            TMA, PARTS, LAZY)  # fmt: skip
+            TMA, PARTS, LAZY, ADDED)  # fmt: skip
     elif HAS_MASK:
         acc, m, l = absorb_visible(  # noqa: E741
             acc, m, l, q, begin, end, tensors, here, numbers, data, score, keep, classify, classify_coarse,
             HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
-            TMA, PARTS, LAZY)  # fmt: skip
+            TMA, PARTS, LAZY, ADDED)  # fmt: skip
     elif LOOP == "ahead":
         if begin < end:
             acc, m, l = absorb_ahead(  # noqa: E741
@@ -199,18 +201,26 @@ def forward_tile(
                 PRECISION,
             )  # fmt: skip
     else:
-        middle = tl.maximum(tl.minimum(end, n_k // BLOCK_N), begin)
-        acc, m, l = absorb_run(  # noqa: E741
-            acc, m, l, q, begin, middle, 0, 0, tensors, here, numbers, data, score, keep, classify, "none",
-            False, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-            PRECISION, TMA, PARTS, LAZY)  # fmt: skip
-        acc, m, l = absorb_run(  # noqa: E741
-            acc, m, l, q, middle, end, 0, 0, tensors, here, numbers, data, score, keep, classify, "all", False,
-            HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-            PRECISION, TMA, PARTS, LAZY)  # fmt: skip
+        # In a block of its own, outside of which nothing keeps shared memory that a loop needs.
+        if begin < end:
+            middle = tl.maximum(tl.minimum(end, n_k // BLOCK_N), begin)
+            acc, m, l = absorb_run(  # noqa: E741
+                acc, m, l, q, begin, middle, 0, 0, tensors, here, numbers, data, score, keep, classify, "none",
+                False, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
+                PRECISION, TMA, PARTS, LAZY, ADDED)  # fmt: skip
+            acc, m, l = absorb_run(  # noqa: E741
+                acc, m, l, q, middle, end, 0, 0, tensors, here, numbers, data, score, keep, classify, "all", False,
+                HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
+                PRECISION, TMA, PARTS, LAZY, ADDED)  # fmt: skip
+    if PARTS:
+        l = tl.sum(l, 1)  # noqa: E741
     # A weight of 0 times a hidden NaN is NaN. It is rare, and then the tile of rows is done again with care.
     if CARE == "flag":
-        tl.store(flag_ptr + program, tl.max(tl.max(((acc - acc) != 0).to(tl.int32), 1), 0))
+        noted = tl.max(((acc - acc) != 0).to(tl.int32), 1)
+        if ADDED:
+            # So are rows all of whose scores are as low as numbers are: `raised` gave them no weight.
+            noted = tl.maximum(noted, ((l == 0) & (m > -float("inf"))).to(tl.int32))
+        tl.store(flag_ptr + program, tl.max(noted, 0))
     elif CARE == "inline":
         if tl.max(tl.max(((acc - acc) != 0).to(tl.int32), 1), 0) > 0:
             first, last = begin * BLOCK_N // CARE_N, tl.cdiv(tl.minimum(end * BLOCK_N, n_k), CARE_N)
@@ -220,11 +230,9 @@ def forward_tile(
             acc, m, l = absorb_run(  # noqa: E741
                 acc, m, l, q, first, last, 0, 0, tensors, here, numbers, data, score, keep, classify, "all",
                 True, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, CARE_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-                PRECISION, False, False, False)  # fmt: skip
+                PRECISION, False, False, False, ADDED)  # fmt: skip
 
     # ---- finish ----
-    if PARTS:
-        l = tl.sum(l, 1)  # noqa: E741
     # In units of which the weights are powers of two (FUSED) the pivot that was subtracted is m * step exactly.
     if FUSED:
         m = m * (scale * LOG2E)
@@ -275,7 +283,7 @@ def forward_program(
     LAST: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, LOOP: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr,
-    RUNS: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
+    ADDED: tl.constexpr, RUNS: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
     """One program of the forward launch: see the header and `forward_tile`."""
     forward_tile(
@@ -286,7 +294,7 @@ def forward_program(
         row_tiles, swizzle, splits, split_tiles, run_b, run_h, q_offset, k_offset, h_offset, b_offset, size_d, size_dv,
         threshold, scale, drop_factor, data, score, keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, FUSED,
         DROPOUT, VARLEN, LAST, PACKED, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
-        TMA, LOOP, PARTS, LAZY, RUNS, CARE, RATIO,
+        TMA, LOOP, PARTS, LAZY, ADDED, RUNS, CARE, RATIO,
     )  # fmt: skip
 
 
@@ -302,7 +310,7 @@ def again_program(
     LAST: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, LOOP: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr,
-    RUNS: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
+    ADDED: tl.constexpr, RUNS: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
     """One program of the launch after it: does the noted tiles among every NOTES again, in RATIO parts."""
     units = heads if VARLEN else batch * heads
@@ -320,6 +328,6 @@ def again_program(
                 seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles, run_b, run_h, q_offset, k_offset, h_offset,
                 b_offset, size_d, size_dv, threshold, scale, drop_factor, data, score, keep, classify,
                 classify_coarse, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, VARLEN, LAST, PACKED, BLOCK_M, BLOCK_N,
-                D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, LOOP, PARTS, LAZY, RUNS, CARE, RATIO,
+                D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, LOOP, PARTS, LAZY, ADDED, RUNS, CARE, RATIO,
             )  # fmt: skip
         at = tl.min(tl.where(noted & (n > at), n, total), 0)

@@ -56,7 +56,7 @@ FORWARD = Entry(
     (
         "HAS_MASK", "HAS_TERMS", "FUSED", "DROPOUT", "VARLEN", "LAST", "PACKED", "BLOCK_M", "BLOCK_N", "D_PAD",
         "DV_PAD", "EVEN", "EVEN_V", "STEP", "UNIT", "PRECISION", "TMA", "LOOP",
-        "PARTS", "LAZY", "RUNS", "CARE", "RATIO",
+        "PARTS", "LAZY", "ADDED", "RUNS", "CARE", "RATIO",
     ),
 )  # fmt: skip
 AGAIN = FORWARD._replace(name="again", program="again_program")
@@ -207,7 +207,7 @@ def _run(recipe: Recipe, values: list[object], device: torch.device) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def schedule(
-    problem: Problem, machine: Any, vectors: bool = True, pairs: bool | None = None
+    problem: Problem, machine: Any, vectors: bool = True, pairs: int | None = None
 ) -> tuple[Tiles, tuple[int, int]]:
     """Tiles and splits of a problem on a machine; vectors, pairs: as `tiles.choose` takes them."""
     tiles = choice.choose(problem, machine, vectors, pairs)
@@ -219,7 +219,9 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     device = max(inputs.q.get_device(), 0)
     tensors = (inputs.q, inputs.k, inputs.v)
     step = step_of(problem, tensors)
-    tiles, (splits, split_tiles) = schedule(problem, machine_of(device), step > 1, _has_pairs(problem, slots))
+    tiles, (splits, split_tiles) = schedule(
+        problem, machine_of(device), step > 1, _pair_bytes(inputs, slots, problem)
+    )
     result = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
     if splits == 1:
         out = result
@@ -233,6 +235,7 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     strides = strides_of(problem, tensors, out_strides, step)
     # Descriptors under short tiles fault (Triton 3.6 on an H200), and reading bytes needs none.
     tma = tiles.block_m > CARE_M and _wants_tma(problem, strides, device)
+    tiles = tiles._replace(stages=2) if tiles.loop == "held" and not tma else tiles
     values = _shared_values(problem, inputs, slots, tiles, (splits, split_tiles), strides, lse_strides)
     values[AT["out_ptr"]], values[AT["lse_ptr"]] = out, out.new_empty(0, dtype=torch.float32)
     if splits > 1:
@@ -278,7 +281,7 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
 
 def _build_of_again(build: Build, constants: tuple[tuple[str, object], ...], tiles: Tiles) -> Build:
     """The build of the launch after one whose tiles are tall: a tile in parts of CARE_M rows."""
-    off = dict.fromkeys(("TMA", "PARTS", "LAZY", "RUNS"), False)
+    off = dict.fromkeys(("TMA", "PARTS", "LAZY", "ADDED", "RUNS"), False)
     other = {"BLOCK_M": CARE_M, "LOOP": "plain", **off}
     low = tuple((name, other.get(name, value)) for name, value in constants)
     return Build(
@@ -286,10 +289,10 @@ def _build_of_again(build: Build, constants: tuple[tuple[str, object], ...], til
     )
 
 
-def _has_pairs(problem: Problem, slots: Slots) -> bool:
-    """Whether a leaf has an element of its own for each pair: one that is broadcast along rows or columns has not."""
-    moving = zip(pairwise_dims(problem.spec), slots.leaves, strict=True)
-    return any(len(dims - set(layout.still)) > 1 for dims, layout in moving)
+def _pair_bytes(inputs: Inputs, slots: Slots, problem: Problem) -> int:
+    """Bytes of each pair in leaves that have an element for it: one that is broadcast along rows or columns has not."""
+    moving = zip(pairwise_dims(problem.spec), slots.leaves, inputs.leaves or (), strict=True)
+    return sum(leaf.dtype.itemsize for dims, layout, leaf in moving if len(dims - set(layout.still)) > 1)
 
 
 def _shared_values(
@@ -366,7 +369,7 @@ def _constants(
         ("EVEN", d == s.head_dim), ("EVEN_V", dv == s.head_dim_v), ("STEP", strides.step), ("UNIT", strides.unit),
         ("PRECISION", precision_of(problem.dtype)), ("TMA", tma),
         ("LOOP", tiles.loop if tma else "plain"), ("PARTS", tma and tiles.parts), ("LAZY", tma and tiles.lazy),
-        ("RUNS", looked),
+        ("ADDED", tma and choice.adds_to_scores(problem)), ("RUNS", looked),
     )  # fmt: skip
 
 

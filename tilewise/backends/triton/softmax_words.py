@@ -19,6 +19,8 @@ COLUMNS = tl.constexpr(8)
 """Parts of a row's maximum and sum: columns that a thread of a warpgroup holds two of."""
 GROWTH = tl.constexpr(8.0)
 """Powers of two by which a maximum outgrows its pivot before that moves; every type of weights holds 2 ** 8."""
+LOWEST = tl.constexpr(-1e38)
+"""Of a pivot that is subtracted after its scaling, which must not overflow."""
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """The interpreter knows no instructions of a device."""
 
@@ -34,6 +36,20 @@ def in_registers(x):
 
 
 @triton.jit
+def kept_in_registers(q, l):  # noqa: E741
+    """(q, l) with q where products of loops read it from registers, which a product before them in the same block says.
+    l as it was, for what nobody needs is not computed."""
+    if not INTERPRETED:
+        q = in_registers(q)
+        none = tl.dot(q, tl.zeros([q.shape[1], 16], q.dtype))
+        none = tl.inline_asm_elementwise(
+            "mov.f32 $0, 0f00000000;", "=f,f", [none], dtype=tl.float32, is_pure=True, pack=1
+        )
+        l += tl.sum(none, 1)[:, None]  # noqa: E741
+    return q, l
+
+
+@triton.jit
 def maximum_of(s, PARTS: tl.constexpr):
     """The maximum of each row of a tile of scores."""
     if PARTS:
@@ -45,21 +61,23 @@ def maximum_of(s, PARTS: tl.constexpr):
 
 
 @triton.jit
-def raised(m, s, scale, FUSED: tl.constexpr, LAZY: tl.constexpr, PARTS: tl.constexpr):
+def raised(
+    m, s, scale, FUSED: tl.constexpr, LAZY: tl.constexpr, PARTS: tl.constexpr, ADDED: tl.constexpr = False
+):
     """(new pivots, weights of the scores s, what older weights shrink by) of rows whose pivot was m. FUSED: scores
-    are yet to be scaled."""
+    are yet to be scaled. ADDED: a pivot is subtracted after its scaling, and scores below LOWEST get no weight."""
     m_new = tl.maximum(m, maximum_of(s, PARTS))
     if LAZY:
         grown = (m_new - m) * (scale * LOG2E if FUSED else LOG2E)
         m_new = tl.where(grown > GROWTH, m_new, m)
-    # A row that has seen no key has m = -inf: subtract 0 instead, exp2(-inf) is the 0 it should be.
-    pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
+    # A row that has seen no key has m = -inf: subtract another number instead, exp2(-inf) is the 0 it should be.
+    pivot = tl.maximum(m_new, LOWEST) if ADDED else tl.where(m_new == -float("inf"), 0.0, m_new)
     if FUSED:
         step = scale * LOG2E
         p = tl.exp2(tl.fma(s, step, (-pivot * step)[:, None]))
         alpha = tl.exp2((m - pivot) * step)
     else:
-        p = tl.exp2((s - pivot[:, None]) * LOG2E)
+        p = tl.exp2(tl.fma(s, LOG2E, (-pivot * LOG2E)[:, None]) if ADDED else (s - pivot[:, None]) * LOG2E)
         alpha = tl.exp2((m - pivot) * LOG2E)
     return m_new, p, alpha
 

@@ -37,9 +37,9 @@ INVARIANT_KEYS = 1024
 
 class Tiles(NamedTuple):
     """A choice. packed: the rows of a tile are those of a whole group of query heads. registers: the most of a thread,
-    0 where the compiler decides. For calls that read keys by descriptors: loop, "plain", "ahead" or "behind", what runs
-    beside the softmax (`ahead_kernel`); parts, lazy: how maxima and sums are formed, and when pivots move
-    (`softmax_words`)."""
+    0 where the compiler decides. For calls that read keys by descriptors: loop, "plain", "held" (plain, with q in
+    registers), "ahead" or "behind", what runs beside the softmax (`ahead_kernel`); parts, lazy: how maxima and sums are
+    formed, and when pivots move (`softmax_words`)."""
 
     block_m: int
     block_n: int
@@ -71,9 +71,9 @@ def keys_per_sequence(problem: Problem) -> int:
     return s.seqlen_k if problem.options.layout == "dense" else -(-s.seqlen_k // max(s.batch, 1))
 
 
-def choose(problem: Problem, machine: Machine, vectors: bool = True, pairs: bool | None = None) -> Tiles:
-    """The tiles of the forward kernel; vectors: whether rows of q, k and v can be read by 16 bytes; pairs: whether a
-    leaf has an element for each pair, None where only the spec is known."""
+def choose(problem: Problem, machine: Machine, vectors: bool = True, pairs: int | None = None) -> Tiles:
+    """The tiles of the forward kernel; vectors: whether rows of q, k and v can be read by 16 bytes; pairs: bytes of
+    leaves for each pair, None where only the spec is known."""
     d, dv = padded(problem.shape.head_dim), padded(problem.shape.head_dim_v)
     invariant = problem.options.batch_invariant and problem.options.layout == "varlen"
     rows = 1 << 30 if invariant else rows_per_sequence(problem)
@@ -90,8 +90,8 @@ def choose(problem: Problem, machine: Machine, vectors: bool = True, pairs: bool
     elif problem.dtype == torch.float32 or (machine.kind == "cuda" and machine.arch < 80):
         found = _ordinary(d, dv, block_m)
     else:
-        crowded = problem.spec.dropout or (_reads(problem) > 1 if pairs is None else pairs)
-        found = _narrow(problem, d, dv, block_m, machine, crowded)
+        pairs = 2 * (_reads(problem) > 1) if pairs is None else pairs
+        found = _narrow(problem, d, dv, block_m, machine, pairs)
     found = fit(found._replace(packed=packed), d, dv, problem.dtype.itemsize, machine)
     # The jump over products is written for 16 rows a warp.
     return found._replace(lazy=found.lazy and found.block_m == 16 * found.warps)
@@ -114,8 +114,9 @@ def _ordinary(d: int, dv: int, block_m: int) -> Tiles:
     return Tiles(min(block_m, size), size, 4, 2)
 
 
-def _narrow(problem: Problem, d: int, dv: int, block_m: int, machine: Machine, crowded: bool) -> Tiles:
-    """float16 and bfloat16. Source: sweeps on an H200 (block_m x block_n, warps, stages at N = 16384)."""
+def _narrow(problem: Problem, d: int, dv: int, block_m: int, machine: Machine, pairs: int) -> Tiles:
+    """float16 and bfloat16; pairs: bytes of leaves for each pair. Source: sweeps on an H200 (block_m x block_n, warps,
+    stages at N = 16384)."""
     widest = max(d, dv)
     plain = problem.spec.keep is None and problem.spec.score is None and not problem.spec.dropout
     # Their last tile is not loaded ahead, which Triton 3.6 gets wrong at some sizes (D = 64 with values of 32): these
@@ -143,11 +144,20 @@ def _narrow(problem: Problem, d: int, dv: int, block_m: int, machine: Machine, c
         return Tiles(block_m, 64, 8 if block_m == 128 and widest > 64 else 4, 3)
     if widest > 64:
         # Two programs of 64 rows share a multiprocessor, and one computes while the other waits; with three stages
-        # they fit exactly, so there are two where a leaf's element for each pair, or dropout's words, pass through
-        # shared memory. Where nothing is hidden, scores are formed ahead: 600 TFLOP/s; under masks and with terms a
-        # branch inside that loop, or a loop of its own for it, costs more than it gives.
-        loop = "ahead" if hopper and lasting else "plain"
-        return Tiles(min(block_m, 64), 64, 4, 2 if crowded else 3, loop=loop, parts=parts, lazy=lazy)
+        # they fit exactly, so there are two where dropout's words pass through shared memory. Where a leaf's element
+        # of two bytes for each pair does, q in registers leaves its own to it (400 instead of 350); elsewhere products
+        # read half of what they did from shared memory: causal 570 instead of 542, windows 357 and 337, ALiBi 494 and
+        # 453, documents, which find their pivots moving, the same as before. Where nothing is hidden, scores are formed
+        # ahead: 600; under masks and with terms a branch inside that loop costs more than it gives.
+        loop = (
+            "ahead"
+            if hopper and lasting
+            else "held"
+            if lazy and not pairs or parts and pairs == 2
+            else "plain"
+        )
+        stages = 2 if problem.spec.dropout or (pairs and loop != "held") else 3
+        return Tiles(min(block_m, 64), 64, 4, stages, loop=loop, parts=parts, lazy=lazy)
     if _reads(problem):
         # A line with an element for each thread gets a layout of its own, and then Triton 3.6 moves the scores to it.
         return Tiles(min(block_m, 64), 64, 4, 3)
@@ -166,6 +176,16 @@ def _reads(problem: Problem) -> int:
     roots = [root for root in (problem.spec.keep, problem.spec.score) if root is not None]
     moving = (sum(bool(ex.variables(a) & set("ijqk")) for a in site.args) for site in ex.loads(*roots))
     return max(moving, default=0)
+
+
+def adds_to_scores(problem: Problem) -> bool:
+    """Whether scores are the scaled products and something that does not depend on them, in a half type."""
+    root = problem.spec.score
+    if root is None or root.op not in ("add", "sub") or problem.dtype.itemsize != 2:
+        return False
+    sides = root.args if root.op == "add" else root.args[:1]
+    at = [n for n, side in enumerate(sides) if side.op == "var" and side.value == "s"]
+    return len(at) == 1 and "s" not in ex.variables(root.args[1 - at[0]])
 
 
 def _idle(problem: Problem, rows: int, machine: Machine) -> bool:
@@ -228,6 +248,8 @@ def heads_abreast(problem: Problem, tiles: Tiles, machine: Machine) -> int:
     """Query heads (KV heads where tiles are packed) whose row tiles run side by side: fewer where rows are so long that
     the shared cache could not hold their keys."""
     s = problem.shape
+    if tiles.loop == "held" and _reads(problem) > 1:
+        return 1  # 409 instead of 398: what is read once for each pair takes the shared cache from other heads' keys
     keys = keys_per_sequence(problem) * (s.head_dim + s.head_dim_v) * problem.dtype.itemsize
     sharing = 1 if tiles.packed else max(problem.group, 1)
     if not machine.cache or MOST_ABREAST * keys <= 2 * machine.cache * sharing:

@@ -61,7 +61,7 @@ def absorb_run(
     MASKED: tl.constexpr, CAREFUL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr,
     DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr,
+    TMA: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
     """The state after the key tiles first .. last - 1. MASKED says which are PARTIAL, or cut by the end: "none", "all",
     or "outer", all but inner .. outer - 1."""
@@ -79,10 +79,15 @@ def absorb_run(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         j = columns[None, :]
         k_pos = j + k_offset
-        if not FUSED:
-            s = s * scale
-        if HAS_TERMS:
-            s = score(s, i, j, q_pos, k_pos, b, h, g, data)
+        if ADDED and not CAREFUL:
+            # -0.0, to which adding gives the other number as it is.
+            nothing = tl.full(s.shape, -(2**31), tl.int32).to(tl.float32, bitcast=True)
+            s = tl.fma(s, scale, score(nothing, i, j, q_pos, k_pos, b, h, g, data))
+        else:
+            if not FUSED:
+                s = s * scale
+            if HAS_TERMS:
+                s = score(s, i, j, q_pos, k_pos, b, h, g, data)
         visible = inside[None, :]
         if MASKED == "outer":
             if (t < inner) | (t >= outer):
@@ -95,7 +100,7 @@ def absorb_run(
                     classify(i0, i1, columns, columns, q_offset, k_offset, b, h0, h1, g, data) != 0
                 )
             s = tl.where(visible, s, -float("inf"))
-        m, p, alpha = raised(m, s, scale, FUSED, LAZY, PARTS)
+        m, p, alpha = raised(m, s, scale, FUSED, LAZY, PARTS, ADDED and not CAREFUL)
         if not PARTS:
             l = summed(l, alpha, p, False)  # noqa: E741
         weights = p
@@ -126,6 +131,7 @@ def absorb_visible(
     HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
     UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr,
+    ADDED: tl.constexpr,
 ):  # fmt: skip
     """The state after those of the key tiles begin .. end - 1 of which the mask shows something."""
     i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g = rows
@@ -149,18 +155,18 @@ def absorb_visible(
                     acc, m, l = absorb_run(  # noqa: E741
                         acc, m, l, q, first, at, inner, outer, tensors, rows, numbers, data, score, keep,
                         classify, "outer", False, True, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N,
-                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, PARTS, LAZY)  # fmt: skip
+                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, PARTS, LAZY, ADDED)  # fmt: skip
                 else:
                     middle = tl.min(tl.where((t >= first) & (kind != 2), t, stop), 0)
                     at = tl.min(tl.where((t >= middle) & (kind != 1), t, stop), 0)
                     acc, m, l = absorb_run(  # noqa: E741
                         acc, m, l, q, first, middle, 0, 0, tensors, rows, numbers, data, score, keep,
                         classify, "none", False, True, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N,
-                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, PARTS, LAZY)  # fmt: skip
+                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, PARTS, LAZY, ADDED)  # fmt: skip
                     acc, m, l = absorb_run(  # noqa: E741
                         acc, m, l, q, middle, at, 0, 0, tensors, rows, numbers, data, score, keep,
                         classify, "all", False, True, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N,
-                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, PARTS, LAZY)  # fmt: skip
+                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, PARTS, LAZY, ADDED)  # fmt: skip
         chunk = stop
     return acc, m, l
 
@@ -171,6 +177,7 @@ def absorb_found(
     HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
     UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr,
+    ADDED: tl.constexpr,
 ):  # fmt: skip
     """The state after the visible ones of the key tiles 0 .. end - 1, which `runs_kernel` found: asked about again only
     where they are not PARTIAL, FULL, PARTIAL."""
@@ -190,6 +197,6 @@ def absorb_found(
         acc, m, l = absorb_run(  # noqa: E741
             acc, m, l, q, first, past, inner, outer, tensors, rows, numbers, data, score, keep,
             classify, "outer", False, True, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N,
-            D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, PARTS, LAZY)  # fmt: skip
+            D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, PARTS, LAZY, ADDED)  # fmt: skip
         at = past
     return acc, m, l
