@@ -24,7 +24,7 @@ from numba import njit, types
 
 from tilewise.backends.cpu.backward_rows import Operands, build_prepare, build_statistics
 from tilewise.backends.cpu.isa import BLOCK_ROWS, LINE, STRIP, uses_pairs
-from tilewise.backends.cpu.loops import EMPTY, FULL, JIT, Loops, build_loops, call_fold, kernel
+from tilewise.backends.cpu.loops import EMPTY, FULL, JIT, Loops, build_loops, call_fold, kernel, row_of_q
 from tilewise.backends.cpu.micro import (
     ROW,
     Micro,
@@ -44,73 +44,73 @@ if TYPE_CHECKING:
     from tilewise.backends.cpu.isa import Isa
 
 f32 = types.float32
-HALF = BLOCK_ROWS // 2
-"""Rows summed one after another in dk and dv: half the block, for the digits."""
 call_slopes = indirect(types.void, 9)
 
 
 @kernel
 def build_outer(isa: Isa, micro: Micro) -> Any:
-    """outer(A, B, row of B in bytes, C, row of C in bytes, keys, columns): C[j] += sum_q A[j, q] B[q]."""
+    """outer(A, B, C, row of C in bytes, keys, columns): C[j] += sum_q A[j, q] B[q], B as `natural` lays it."""
     vectors, narrow, wide = isa.wide // isa.lanes, STRIP // isa.lanes, isa.wide
     g6, g4, g2, g1 = (micro.product(r, vectors, "added") for r in (6, 4, 2, 1))
     n6, n2, n1 = (micro.product(r, narrow, "added") for r in (6, 2, 1))
 
     @njit(**JIT)
-    def half_outer(a, b, b_row, c, c_row, keys, columns):
+    def outer(a, b, c, c_row, keys, columns):
         d = 0
         while d < columns:
-            j = 0
+            at, j = b + d * ROW, 0
             if wide > STRIP and columns - d < wide:
                 while j + 6 <= keys:
-                    n6(a + j * ROW, ROW, 4, b + d * 4, b_row, HALF, c + j * c_row + d * 4, c_row, 0)
+                    n6(a + j * ROW, ROW, 4, at, STRIP * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0)
                     j += 6
                 while j + 2 <= keys:
-                    n2(a + j * ROW, ROW, 4, b + d * 4, b_row, HALF, c + j * c_row + d * 4, c_row, 0)
+                    n2(a + j * ROW, ROW, 4, at, STRIP * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0)
                     j += 2
                 if j < keys:
-                    n1(a + j * ROW, ROW, 4, b + d * 4, b_row, HALF, c + j * c_row + d * 4, c_row, 0)
+                    n1(a + j * ROW, ROW, 4, at, STRIP * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0)
                 d += STRIP
             else:
-                while j + 6 <= keys:
-                    g6(a + j * ROW, ROW, 4, b + d * 4, b_row, HALF, c + j * c_row + d * 4, c_row, 0)
+                while keys - j >= 6 and keys - j != 8:
+                    g6(a + j * ROW, ROW, 4, at, wide * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0)
                     j += 6
-                if keys - j >= 4:
-                    g4(a + j * ROW, ROW, 4, b + d * 4, b_row, HALF, c + j * c_row + d * 4, c_row, 0)
+                while keys - j >= 4:
+                    g4(a + j * ROW, ROW, 4, at, wide * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0)
                     j += 4
                 if (keys - j) & 2:
-                    g2(a + j * ROW, ROW, 4, b + d * 4, b_row, HALF, c + j * c_row + d * 4, c_row, 0)
+                    g2(a + j * ROW, ROW, 4, at, wide * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0)
                     j += 2
                 if (keys - j) & 1:
-                    g1(a + j * ROW, ROW, 4, b + d * 4, b_row, HALF, c + j * c_row + d * 4, c_row, 0)
+                    g1(a + j * ROW, ROW, 4, at, wide * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0)
                 d += wide
-
-    @njit(**JIT)
-    def outer(a, b, b_row, c, c_row, keys, columns):
-        half_outer(a, b, b_row, c, c_row, keys, columns)
-        half_outer(a + HALF * 4, b + HALF * b_row, b_row, c, c_row, keys, columns)
 
     return outer
 
 
 @kernel
 def build_rows(isa: Isa, micro: Micro) -> Any:
-    """natural(addresses, dim, to): 64 rows given by address as float32, zeros up to whole strips of columns."""
-    lanes, size = isa.lanes, micro.size
+    """natural(addresses, dim, to): 64 rows given by address as float32, zeros up to whole strips of columns.
+
+    What one product reads lies side by side: the 64 rows of the first `wide` columns, then those of the next; columns
+    past the last `wide` ones in strips. Whole rows of 512 bytes would fall into a few of the cache's sets."""
+    lanes, size, wide = isa.lanes, micro.size, isa.wide
     widen_vector, element_load = micro.widen_vector, micro.element_load
 
     @njit(**JIT)
     def natural(addresses, dim, to):
         padded = (dim + STRIP - 1) // STRIP * STRIP
         for x in range(BLOCK_ROWS):
-            source, row = load_i64(addresses, x), to + x * padded * 4
-            d = 0
-            while d + lanes <= dim:
-                widen_vector(source + d * size, row + d * 4)
-                d += lanes
-            while d < padded:
-                store_f32(row, d, element_load(source, d) if d < dim else f32(0.0))
-                d += 1
+            source, first = load_i64(addresses, x), 0
+            while first < padded:
+                width = wide if padded - first >= wide else STRIP
+                row, end = to + first * ROW + (x * width - first) * 4, min(first + width, dim)
+                d = first
+                while d + lanes <= end:
+                    widen_vector(source + d * size, row + d * 4)
+                    d += lanes
+                while d < first + width:
+                    store_f32(row, d, element_load(source, d) if d < dim else f32(0.0))
+                    d += 1
+                first += width
 
     return natural
 
@@ -142,56 +142,66 @@ def build_write_keys(isa: Isa, micro: Micro) -> Any:
 
 @kernel
 def build_operands(isa: Isa, micro: Micro, loops: Loops) -> Operands:
-    """The products in float32; 2-byte types are widened block by block."""
-    outer, natural, half = build_outer(isa, micro), build_rows(isa, micro), micro.dtype != "fp32"
+    """The products in float32; 2-byte types are widened, and rows far apart copied, once for all rows of q."""
+    outer, natural, wide = build_outer(isa, micro), build_rows(isa, micro), isa.wide > STRIP
     scores, widen, fill, drop, weighted = loops.scores, loops.widen, loops.fill, loops.drop, loops.weighted
-    slopes, lanes = micro.slopes, isa.lanes
+    slopes, dot, lanes, copy_strip = micro.slopes, micro.lane_dot, isa.lanes, micro.copy_strip
+    q_row = row_of_q(isa)
+
+    @njit(**JIT)
+    def numbers(dim):
+        """float32 of a row of dk or dv: whole strips, and a line that keeps rows apart in the cache's sets."""
+        return (dim + STRIP - 1) // STRIP * STRIP + LINE // 4
 
     @njit(**JIT)
     def areas(a, w):
         dim, dim_v, block = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v), load_i64(a, P.key_block)
-        padded, padded_v = (dim + STRIP - 1) // STRIP * STRIP, (dim_v + STRIP - 1) // STRIP * STRIP
-        qt = w + LANES.tile
+        row, row_v, most = numbers(dim), numbers(dim_v), load_i64(a, P.superblock)
+        # `tile` knows the first place: there a strip of ds lies close.
+        qt = w + LANES.tile + block * STRIP * 4
         gt = qt + dim * ROW
         qn = gt + dim_v * ROW
-        gn = qn + padded * ROW
-        ot = gn + padded_v * ROW
+        gn = qn + row * ROW
+        ot = gn + row_v * ROW
         s = ot + dim_v * ROW
         dp = s + block * ROW
         wide_k = dp + block * ROW
-        wide_v = wide_k + block * (dim * 4 + LINE)
-        sum_k = wide_v + (block * (dim_v * 4 + LINE) if half else 0)
-        sum_v = sum_k + load_i64(a, P.superblock) * padded * 4
-        return qt, gt, qn, gn, ot, s, dp, wide_k, wide_v, sum_k, sum_v, padded, padded_v
+        wide_v = wide_k + most * (dim * 4 + LINE)
+        sum_k = wide_v + most * (dim_v * 4 + LINE)
+        sum_v = sum_k + most * row * 4
+        return qt, gt, qn, gn, ot, s, dp, wide_k, wide_v, sum_k, sum_v, row, row_v, sum_v + most * row_v * 4
 
     @njit(**JIT)
-    def turn_keys(k, k_row, keys, dim, areas):
-        pass
+    def turn_keys(a, k, k_row, v, v_row, keys, areas):
+        if load_i64(a, P.copied):
+            dim, dim_v = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v)
+            widen(k, k_row, keys, dim, areas[7], dim * 4 + LINE)
+            widen(v, v_row, keys, dim_v, areas[8], dim_v * 4 + LINE)
+
+    @njit(**JIT)
+    def lane_dot(x, y, dim_v, to):
+        for lane in range(0, BLOCK_ROWS, lanes):
+            at = lane * 4 if wide else lane // STRIP * dim_v * STRIP * 4 + lane % STRIP * 4
+            dot(x + at, y + at, q_row, dim_v, to + lane * 4)
+
+    @njit(**JIT)
+    def standing(a, buffers, sources):
+        """(k, row bytes, v, row bytes) of a block, in the tensors or in their copies."""
+        if load_i64(a, P.copied):
+            k_row, v_row = load_i64(a, P.head_dim) * 4 + LINE, load_i64(a, P.head_dim_v) * 4 + LINE
+            return buffers[2] + sources[7] * k_row, k_row, buffers[3] + sources[7] * v_row, v_row
+        return sources[0], sources[1], sources[2], sources[3]
 
     @njit(**JIT)
     def products(a, w, seg, tiles, buffers, run, sources):
-        """s and dp of one block of keys, and where k and v then stand: (k, row bytes).
-
-        run = (class, first key, keys); sources = (k, row bytes, v, row bytes, ...)."""
-        qt, gt = tiles[0], tiles[1]
-        s, dp, wide_k, wide_v = buffers
-        n = run[2]
-        k, k_row, v, v_row = sources[0], sources[1], sources[2], sources[3]
-        dim, dim_v = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v)
-        strips = BLOCK_ROWS // STRIP
-        if load_i64(a, P.copied):
-            k_bytes, v_bytes = dim * 4 + LINE, dim_v * 4 + LINE
-            widen(k, k_row, n, dim, wide_k, k_bytes)
-            k, k_row = wide_k, k_bytes
-            if half:
-                widen(v, v_row, n, dim_v, wide_v, v_bytes)
-                v, v_row = wide_v, v_bytes
+        """s and dp of one block of keys. run = (class, first key, keys); sources as in `tile`."""
+        s, dp, n, strips = buffers[0], buffers[1], run[2], BLOCK_ROWS // STRIP
+        k, k_row, v, v_row = standing(a, buffers, sources)
         fill(w + LANES.top, BLOCK_ROWS, f32(-math.inf))
-        scores(v, v_row, gt, dim_v, dp, w + LANES.alpha, n, strips)
-        scores(k, k_row, qt, dim, s, w + LANES.top, n, strips)
+        scores(v, v_row, tiles[1], load_i64(a, P.head_dim_v), dp, w + LANES.alpha, n, strips)
+        scores(k, k_row, tiles[0], load_i64(a, P.head_dim), s, w + LANES.top, n, strips)
         if load_i64(a, P.dropout):
             drop(a, w, seg, dp, run[1], n, strips)
-        return k, k_row
 
     @njit(**JIT)
     def fold(a, w, s, run):
@@ -201,36 +211,46 @@ def build_operands(isa: Isa, micro: Micro, loops: Loops) -> Operands:
             call_fold(code, load_i64(a, P.spec), w, s, w + LANES.top, run[2], run[1], BLOCK_ROWS // STRIP)
 
     @njit(**JIT)
-    def tile(a, w, seg, tiles, buffers, run, sources, task):
-        """One block of keys: p and ds from s and dp, then the three products.
+    def add_dq(w, k, k_row, dp, n, dq, dim):
+        """dq += ds k."""
+        fill(w + LANES.alpha, BLOCK_ROWS, f32(1.0))
+        if wide:
+            weighted(k, k_row, dp, ROW, 4 * STRIP, n, dq, w + LANES.alpha, dim, BLOCK_ROWS // STRIP)
+        else:
+            close = w + LANES.tile
+            for x in range(0, ROW, 4 * STRIP):
+                copy_strip(dp + x, close, n)
+                weighted(k, k_row, close, 4 * STRIP, 0, n, dq + x, w + LANES.alpha, dim, 1)
+
+    @njit(**JIT)
+    def tile(a, w, seg, tiles, buffers, run, sources, task, kept):
+        """One block of keys: p and ds from s and dp, then the three products. kept: s and dp stand there, folded.
 
         sources = (k, row bytes, v, row bytes, dk rows, dv rows, dq tile, first key in the super-block)."""
-        qn, gn = tiles[2], tiles[3]
-        s, dp = buffers[0], buffers[1]
-        n = run[2]
-        sum_k, sum_v, dq = sources[4], sources[5], sources[6]
+        s, dp, n = buffers[0], buffers[1], run[2]
         dim, dim_v = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v)
-        padded, padded_v = (dim + STRIP - 1) // STRIP * STRIP, (dim_v + STRIP - 1) // STRIP * STRIP
-        strips = BLOCK_ROWS // STRIP
-        k, k_row = products(a, w, seg, tiles, buffers, run, sources)
+        row, row_v, strips = numbers(dim), numbers(dim_v), BLOCK_ROWS // STRIP
+        if not kept:
+            products(a, w, seg, tiles, buffers, run, sources)
         slope = load_i64(a, P.slopes_full if run[0] == FULL else P.slopes_partial)
         if slope:
             call_slopes(
                 slope, load_i64(a, P.spec), w, s, dp, n, run[1], strips, load_i64(a, P.leaf_parts), task
             )
         else:
-            fold(a, w, s, run)
+            if not kept:
+                fold(a, w, s, run)
             for x in range(0, BLOCK_ROWS, lanes):
                 at = w + x * 4
                 slopes(s + x * 4, dp + x * 4, at + LANES.m, at + LANES.low, at + LANES.delta, n)
         if load_i64(a, P.dropout):
             drop(a, w, seg, s, run[1], n, strips)
-        outer(s, gn, padded_v * 4, sum_v, padded_v * 4, n, padded_v)
-        outer(dp, qn, padded * 4, sum_k, padded * 4, n, padded)
-        fill(w + LANES.alpha, BLOCK_ROWS, f32(1.0))
-        weighted(k, k_row, dp, ROW, 4 * STRIP, n, dq, w + LANES.alpha, dim, strips)
+        outer(s, tiles[3], sources[5], row_v * 4, n, row_v - LINE // 4)
+        outer(dp, tiles[2], sources[4], row * 4, n, row - LINE // 4)
+        k, k_row = standing(a, buffers, sources)[:2]
+        add_dq(w, k, k_row, dp, n, sources[6], dim)
 
-    return Operands(lanes, areas, loops.pack, natural, micro.lane_dot, turn_keys, products, fold, tile)
+    return Operands(lanes, True, areas, loops.pack, natural, lane_dot, turn_keys, products, fold, tile)
 
 
 @kernel
@@ -246,6 +266,7 @@ def build_backward(isa: Isa, dtype: str) -> Any:
         operands.turn_keys,
     )
     statistics, settle_rows, write_sink = build_statistics(micro, operands)
+    keeps = operands.keeps
     fill, write_keys = loops.fill, build_write_keys(isa, micro)
     segment_of, set_lanes, next_run = loops.segment_of, loops.set_lanes, loops.next_run
     configure, release = pairs.configure, pairs.release
@@ -256,7 +277,7 @@ def build_backward(isa: Isa, dtype: str) -> Any:
         dim, dim_v, block = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v), load_i64(a, P.key_block)
         dq_rows = load_i64(a, P.dq_rows)
         where = areas(a, w)
-        qt, gt, qn, gn, ot, s, dp, spare, more, sum_k, sum_v, padded, padded_v = where
+        qt, gt, qn, gn, ot, s, dp, spare, more, sum_k, sum_v, padded, padded_v, kept_s = where
         keys = span[1] - span[0]
         # Whole groups of 32 keys, which is how pairs are added.
         fill(sum_k, (keys + 31) // 32 * 32 * padded, f32(0.0))
@@ -268,8 +289,11 @@ def build_backward(isa: Isa, dtype: str) -> Any:
         k_row, v_row = load_i64(a, P.k_n), load_i64(a, P.v_n)
         k = load_i64(a, P.k) + tensor_b * load_i64(a, P.k_b) + unit * load_i64(a, P.k_h) + key0 * k_row
         v = load_i64(a, P.v) + tensor_b * load_i64(a, P.v_b) + unit * load_i64(a, P.v_h) + key0 * v_row
-        turn_keys(k + span[0] * k_row, k_row, keys, dim, where)
+        turn_keys(a, k + span[0] * k_row, k_row, v + span[0] * v_row, v_row, keys, where)
         exact = load_i64(a, P.exact) and load_i64(seg, SEGMENT.keys) <= load_i64(a, P.superblock)
+        # What pass 0 made of s and dp stays for pass 1, unless the spec's slopes want s as it was.
+        kept = keeps and exact and load_i64(a, P.slopes_full) == 0 and load_i64(a, P.slopes_partial) == 0
+        kept_dp = kept_s + load_i64(a, P.superblock) * ROW
         for member in range(1 if packed else group):
             head = unit if packed else unit * group + member
             dq = load_i64(a, P.part_dq) + split * load_i64(a, P.total_rows) * dq_rows * ROW
@@ -300,11 +324,14 @@ def build_backward(isa: Isa, dtype: str) -> Any:
                                 at,
                             )
                             sources = (k + j * k_row, k_row, v + j * v_row, v_row, *sums)
+                            tiles, run = (qt, gt, qn, gn, ot), (kind, j, n)
                             buffers = (s, dp, spare, more)
+                            if kept:
+                                buffers = (kept_s + at * ROW, kept_dp + at * ROW, spare, more)
                             if step == 0:
-                                statistics(a, w, seg, (qt, gt, qn, gn, ot), buffers, (kind, j, n), sources)
+                                statistics(a, w, seg, tiles, buffers, run, sources, s)
                             else:
-                                tile(a, w, seg, (qt, gt, qn, gn, ot), buffers, (kind, j, n), sources, task)
+                                tile(a, w, seg, tiles, buffers, run, sources, task, kept)
                         j += n
                     if step == 0 and ready:
                         settle_rows(a, w, seg, number * BLOCK_ROWS)

@@ -17,11 +17,13 @@ class Operands(NamedTuple):
     """How a storage type is multiplied: in float32 (`backward_kernel`) or as bf16 pairs (`pair_backward`).
 
     areas(a, w) -> addresses of (q and do transposed, q and do natural, out transposed, s, dp, two spare areas,
-    dk and dv of the super-block), then the padded sizes of a row of dk and of dv. lane_dot(x, y, D_v, to).
-    turn_keys(k, row bytes, keys, D, spare areas) once per super-block. products, fold, tile: as their texts say.
+    dk and dv of the super-block), then the sizes of a row of dk and of dv, then room for s and dp of a super-block
+    where it `keeps` them between passes. lane_dot(do, out, D_v, to): delta of all rows. turn_keys(a, k, row bytes,
+    v, row bytes, keys, areas) once per super-block. products, fold, tile: as their texts say.
     """
 
     lanes: int
+    keeps: bool
     areas: Any
     pack: Any
     natural: Any
@@ -35,7 +37,7 @@ class Operands(NamedTuple):
 @kernel
 def build_prepare(operands: Operands) -> Any:
     """prepare(...): what a block of rows brings to each of its tiles."""
-    natural, pack, lane_dot, lanes = operands.natural, operands.pack, operands.lane_dot, operands.lanes
+    natural, pack, lane_dot = operands.natural, operands.pack, operands.lane_dot
 
     @njit(**JIT)
     def prepare(a, w, seg, tiles, first):
@@ -61,10 +63,12 @@ def build_prepare(operands: Operands) -> Any:
             h, i = load_i32(w + LANES.h, x), row0 + load_i32(w + LANES.i, x)
             at = tensor_b * load_i64(a, P.do_b) + h * load_i64(a, P.do_h) + i * load_i64(a, P.do_n)
             store_i64(w + LANES.out_address, x, load_i64(a, P.do) + at)
+        # Rows are read one after another first: packing reads several at once, which no prefetcher follows.
+        natural(w + LANES.row_address, dim, qn)
+        natural(w + LANES.out_address, dim_v, gn)
         pack(w + LANES.row_address, dim, qt, load_f32(a, 2 * P.scale), strips)
         pack(w + LANES.out_address, dim_v, gt, f32(1.0), strips)
-        for x in range(0, BLOCK_ROWS, lanes):
-            lane_dot(gt + x * 4, ot + x * 4, dim_v, w + LANES.delta + x * 4)
+        lane_dot(gt, ot, dim_v, w + LANES.delta)
         dlse = load_i64(a, P.dlse)
         for x in range(BLOCK_ROWS):
             h, i = load_i32(w + LANES.h, x), row0 + load_i32(w + LANES.i, x)
@@ -76,8 +80,6 @@ def build_prepare(operands: Operands) -> Any:
             store_f32(
                 w + LANES.sink, x, load_f32(load_i64(a, P.sink), h) if load_i64(a, P.sink) else f32(-math.inf)
             )
-        natural(w + LANES.row_address, dim, qn)
-        natural(w + LANES.out_address, dim_v, gn)
 
     return prepare
 
@@ -90,8 +92,8 @@ def build_statistics(micro: Micro, operands: Operands) -> tuple[Any, Any, Any]:
     weigh, settle, sink_slope = micro.weigh, micro.settle, micro.sink_slope
 
     @njit(**JIT)
-    def statistics(a, w, seg, tiles, buffers, run, sources):
-        """One block of keys into m, l and delta of the rows, afresh from q, k, v and do."""
+    def statistics(a, w, seg, tiles, buffers, run, sources, p):
+        """One block of keys into m, l and delta of the rows, afresh from q, k, v and do. p: room for the weights."""
         s, dp = buffers[0], buffers[1]
         products(a, w, seg, tiles, buffers, run, sources)
         fold(a, w, s, run)
@@ -99,9 +101,9 @@ def build_statistics(micro: Micro, operands: Operands) -> tuple[Any, Any, Any]:
             at = w + x * 4
             advance(at + LANES.top, at + LANES.m, at + LANES.pivot, at + LANES.l, at + LANES.alpha)
         for x in range(0, BLOCK_ROWS, STRIP):
-            exponentials(s + x * 4, s + x * 4, ROW, w + LANES.pivot + x * 4, w + LANES.l + x * 4, run[2])
+            exponentials(s + x * 4, p + x * 4, ROW, w + LANES.pivot + x * 4, w + LANES.l + x * 4, run[2])
         for x in range(0, BLOCK_ROWS, lanes):
-            weigh(s + x * 4, dp + x * 4, w + LANES.alpha + x * 4, w + LANES.delta + x * 4, run[2])
+            weigh(p + x * 4, dp + x * 4, w + LANES.alpha + x * 4, w + LANES.delta + x * 4, run[2])
 
     @njit(**JIT)
     def settle_rows(a, w, seg, first):

@@ -56,9 +56,11 @@ def scratch_bytes(problem: Problem) -> int:
     """Bytes of one thread's scratch."""
     s = problem.shape
     padded, padded_v = (-(-d // STRIP) * STRIP for d in (s.head_dim, s.head_dim_v))
-    rows = BLOCK_ROWS * (s.head_dim + 2 * s.head_dim_v + padded + padded_v + 2 * KEY_BLOCK)
-    wide = KEY_BLOCK * (s.head_dim + s.head_dim_v + LINE // 2)
-    plain = LANES.tile + 4 * (rows + wide + SUPERBLOCK * (padded + padded_v)) + 256
+    apart = LINE // 4
+    rows = BLOCK_ROWS * (s.head_dim + 2 * s.head_dim_v + padded + padded_v + 2 * apart + 2 * KEY_BLOCK)
+    # k and v and their gradients; and s and dp, where they are kept between passes.
+    keys = s.head_dim + s.head_dim_v + padded + padded_v + 4 * apart + 2 * BLOCK_ROWS
+    plain = LANES.tile + 4 * (rows + KEY_BLOCK * STRIP + SUPERBLOCK * keys) + 256
     if not uses_pairs(detect(), NAMES.get(problem.dtype, "")):
         return plain
     return pair_launch.backward_scratch(problem, KEY_BLOCK, SUPERBLOCK)

@@ -45,6 +45,12 @@ def kernel(builder: Callable[..., Any]) -> Callable[..., Any]:
     return builder
 
 
+def row_of_q(isa: Isa) -> int:
+    """Bytes of a row of q transposed, as `pack` lays it: the lanes that a product takes at once are side by side, so
+    that all sets of the first-level cache hold them."""
+    return 4 * isa.wide if isa.wide == STRIP else ROW
+
+
 class Loops(NamedTuple):
     """The loops both passes share: matrix products over tiles and the setting up of a block of rows."""
 
@@ -71,47 +77,50 @@ def build_products(isa: Isa, micro: Micro) -> tuple[Any, Any]:
     o6, o4, o2, o1 = (micro.product(r, vectors, "scaled") for r in (6, 4, 2, 1))
     p12, p4, p2, p1 = (micro.product(r, narrow, "scaled") for r in (12 if wide > 1 else 6, 4, 2, 1))
     tall = 12 if wide > 1 else 6
+    q_row = row_of_q(isa)
 
     @njit(**JIT)
-    def part_of_scores(k, k_row, qt, dim, s, top, keys, strips, part):
-        """One part of the head: `dim` numbers of it from k and qt on."""
+    def part_of_scores(k, k_row, qt, q_strip, dim, s, top, keys, strips, part):
+        """One part of the head: `dim` numbers of it from k and qt on; q_strip: bytes between strips of q."""
         strip = 0
         while strip < strips:
-            at = strip * STRIP * 4
+            at, q = strip * STRIP * 4, qt + strip * q_strip
             j = 0
             if wide > 1 and strips - strip < wide:
                 while j + tall <= keys:
-                    n12(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at, part)
+                    n12(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, part)
                     j += tall
                 while j + 4 <= keys:
-                    n4(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at, part)
+                    n4(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, part)
                     j += 4
                 if (keys - j) & 2:
-                    n2(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at, part)
+                    n2(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, part)
                     j += 2
                 if (keys - j) & 1:
-                    n1(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at, part)
+                    n1(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, part)
                 strip += 1
             else:
-                while j + 6 <= keys:
-                    s6(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at, part)
+                while keys - j >= 6 and keys - j != 8:
+                    s6(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, part)
                     j += 6
-                if keys - j >= 4:
-                    s4(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at, part)
+                while keys - j >= 4:
+                    s4(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, part)
                     j += 4
                 if (keys - j) & 2:
-                    s2(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at, part)
+                    s2(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, part)
                     j += 2
                 if (keys - j) & 1:
-                    s1(k + j * k_row, k_row, 4, qt + at, ROW, dim, s + j * ROW + at, ROW, top + at, part)
+                    s1(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, part)
                 strip += wide
 
     @njit(**JIT)
     def scores(k, k_row, qt, dim, s, top, keys, strips):
         depth = SHORT // 2 if dim <= SHORT else DEPTH
+        q_strip = STRIP * 4 if wide > 1 else dim * q_row
         for d in range(0, max(dim, 1), depth):
             part = (1 if d > 0 else 0) + (2 if d + depth < dim else 0)
-            part_of_scores(k + d * 4, k_row, qt + d * ROW, min(depth, dim - d), s, top, keys, strips, part)
+            n, q = min(depth, dim - d), qt + d * q_row
+            part_of_scores(k + d * 4, k_row, q, q_strip, n, s, top, keys, strips, part)
 
     @njit(**JIT)
     def weighted(v, v_row, p, p_row, p_strip, keys, acc, alpha, dim, strips):
@@ -133,10 +142,10 @@ def build_products(isa: Isa, micro: Micro) -> tuple[Any, Any]:
                     p1(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at)
                 strip += 1
             else:
-                while d + 6 <= dim:
+                while dim - d >= 6 and dim - d != 8:
                     o6(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at)
                     d += 6
-                if dim - d >= 4:
+                while dim - d >= 4:
                     o4(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at)
                     d += 4
                 if (dim - d) & 2:
@@ -152,7 +161,7 @@ def build_products(isa: Isa, micro: Micro) -> tuple[Any, Any]:
 @kernel
 def build_loops(isa: Isa, micro: Micro) -> Loops:
     """The shared loops for one target and storage type."""
-    lanes, size = isa.lanes, micro.size
+    lanes, size, wide, q_row = isa.lanes, micro.size, isa.wide > STRIP, row_of_q(isa)
     scores, weighted = build_products(isa, micro)
     widen_vector, pack_square, element_load = micro.widen_vector, micro.pack_square, micro.element_load
     dropped, fill_vectors = drop_strip(micro), micro.fill
@@ -219,15 +228,16 @@ def build_loops(isa: Isa, micro: Micro) -> Loops:
 
     @njit(**JIT)
     def pack(addresses, dim, to, scale, strips):
-        """Rows given by address, transposed: to[d][lane] = row[d] * scale."""
+        """Rows given by address, transposed: to[d][lane] = row[d] * scale, strip by strip where products take one."""
         for x in range(0, strips * STRIP, lanes):
+            at = to + (x * 4 if wide else x // STRIP * dim * STRIP * 4 + x % STRIP * 4)
             d = 0
             while d + lanes <= dim:
-                pack_square(addresses + x * 8, d * size, to + d * ROW + x * 4, scale)
+                pack_square(addresses + x * 8, d * size, at + d * q_row, q_row, scale)
                 d += lanes
             while d < dim:
-                for y in range(x, x + lanes):
-                    store_f32(to + d * ROW, y, element_load(load_i64(addresses, y), d) * scale)
+                for y in range(lanes):
+                    store_f32(at + d * q_row, y, element_load(load_i64(addresses, x + y), d) * scale)
                 d += 1
 
     @njit(**JIT)

@@ -35,9 +35,8 @@ DEPTH = 64
 """Products summed one after another in a score: sums of sums lose no digits, and so much of a strip of q stays in the
 first-level cache while all keys of a block meet it."""
 UNROLLED = 4
-"""Products of one turn of the inner loop. Its addresses come from pointers that LLVM cannot follow, so that they are a
-register and a short offset: LLVM's own have long ones, and where a neighbour has half of the core's decoding, products
-ran at 0.78 of the multiply-adds instead of 0.88 (measured on Zen 3; without a neighbour both at 0.93)."""
+"""Products of one turn of the inner loop, whose addresses are a register and a short offset: by longer ones they ran
+at 0.78 of the multiply-adds, not 0.88, where a neighbour has half of the core's decoding (measured on Zen 3)."""
 SHORT = 16
 """A head of at most this size is summed in two halves: where it costs nothing, accuracy is free."""
 i64, f32 = types.int64, types.float32
@@ -182,9 +181,7 @@ class Micro:
     def _sum(self, w: Words, sums: list, places: tuple, count: ir.Value) -> None:
         """The inner loop: sums[r][v] += A[r] B[v] over `count` steps, UNROLLED at a time where most time is spent."""
         b, (a, bb, a_row, a_k, b_k) = w.b, places
-        at_a, at_b = (cgutils.alloca_once(b, I64) for _ in range(2))
-        b.store(a, at_a)
-        b.store(bb, at_b)
+        at_a, at_b = (cgutils.alloca_once_value(b, x) for x in (a, bb))
         turns = [(count, 1)]
         if len(sums) >= self.isa.tall:
             turns = [(b.udiv(count, I64(UNROLLED)), UNROLLED), (b.urem(count, I64(UNROLLED)), 1)]
@@ -263,17 +260,17 @@ class Micro:
 
     @functools.cached_property
     def pack_square(self) -> Any:
-        """pack(addresses, offset, to, scale): `lanes` rows, given by address, times `lanes` numbers at
-        `offset`, transposed to rows of a tile."""
+        """pack(addresses, offset, to, row bytes, scale): `lanes` rows, given by address, times `lanes` numbers at
+        `offset`, transposed to rows of `to`."""
 
-        def body(b, addresses, offset, to, scale):
+        def body(b, addresses, offset, to, to_row, scale):
             w = self.words(b)
             factor = w.splat(scale)
             rows = [w.widen(w.load(addresses, 8 * r, I64), offset, self.dtype) for r in range(self.lanes)]
             for r, row in enumerate(w.transpose(rows)):
-                w.store(b.fmul(row, factor), to, r * ROW)
+                w.store(b.fmul(row, factor), to, b.mul(to_row, I64(r)))
 
-        return _emit(_void(3, f32), body, "addresses, offset, to, scale")
+        return _emit(_void(4, f32), body, "addresses, offset, to, to_row, scale")
 
     def unpack_square(self, dtype: str) -> Any:
         """unpack(tile, factors, empty, addresses, offset, count) -> 0, or not 0 if a number is not finite.
@@ -329,6 +326,19 @@ class Micro:
         return _emit(i64(i64, i64, f32), body, "source, to, factor")
 
     @functools.cached_property
+    def copy_strip(self) -> Any:
+        """copy_strip(source, to, count): `count` rows of one strip of a tile, side by side."""
+
+        def body(b, source, to, count):
+            w = self.words(b)
+            with cgutils.for_range(b, count, intp=I64) as loop:
+                row, here = (b.add(x, b.mul(loop.index, I64(n))) for x, n in ((source, ROW), (to, 4 * STRIP)))
+                for at in range(0, 4 * STRIP, self.vector_bytes):
+                    w.store(w.load(row, at), here, at)
+
+        return _emit(_void(3), body, "source, to, count")
+
+    @functools.cached_property
     def add_vector(self) -> Any:
         """add(to, source): one vector of float32."""
 
@@ -340,18 +350,18 @@ class Micro:
 
     @functools.cached_property
     def lane_dot(self) -> Any:
-        """dot(x, y, rows, to): one vector of lanes, the sum over the tiles' rows of x y, in the order of a product."""
+        """dot(x, y, row bytes, rows, to): one vector of lanes, the sum over rows of x y, in the order of a product."""
 
-        def body(b, x, y, rows, to):
+        def body(b, x, y, row, rows, to):
             w = self.words(b)
             total = cgutils.alloca_once(b, w.f)
             b.store(w.k(0.0), total)
             with cgutils.for_range(b, rows, intp=I64) as loop:
-                at = b.mul(loop.index, I64(ROW))
+                at = b.mul(loop.index, row)
                 b.store(w.fma(w.load(x, at), w.load(y, at), b.load(total)), total)
             w.store(b.load(total), to)
 
-        return _emit(_void(4), body, "x, y, rows, to")
+        return _emit(_void(5), body, "x, y, row, rows, to")
 
     # ---- softmax ---------------------------------------------------------------------------------------------
 

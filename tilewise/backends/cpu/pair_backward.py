@@ -33,7 +33,7 @@ call_slopes = indirect(types.void, 9)
 def build_areas(pairs: Pairs, turn: Any) -> tuple[Any, Any, Any]:
     """areas, turn_keys and lane_dot of `Operands`. The first spare area holds ds in pairs, the second k turned;
     out's place also takes a group's copy, which is needed at other times."""
-    dot = pairs.lane_dot
+    dot, lanes = pairs.lane_dot, pairs.isa.lanes
 
     @njit(**JIT)
     def areas(a, w):
@@ -50,15 +50,16 @@ def build_areas(pairs: Pairs, turn: Any) -> tuple[Any, Any, Any]:
         turned = slopes + block // 2 * ROW
         sum_k = turned + load_i64(a, P.superblock) * end * 2
         sum_v = sum_k + load_i64(a, P.superblock) * end * 4
-        return qp, gp, qn, gn, op, s, dp, slopes, turned, sum_k, sum_v, end, end_v
+        return qp, gp, qn, gn, op, s, dp, slopes, turned, sum_k, sum_v, end, end_v, 0
 
     @njit(**JIT)
-    def turn_keys(k, k_row, keys, dim, areas):
-        turn(k, k_row, keys, dim, areas[8], areas[4])
+    def turn_keys(a, k, k_row, v, v_row, keys, areas):
+        turn(k, k_row, keys, load_i64(a, P.head_dim), areas[8], areas[4])
 
     @njit(**JIT)
     def lane_dot(x, y, dim_v, to):
-        dot(x, y, (dim_v + GROUP - 1) // GROUP * GROUP // 2, to)
+        for at in range(0, ROW, lanes * 4):
+            dot(x + at, y + at, (dim_v + GROUP - 1) // GROUP * GROUP // 2, to + at)
 
     return areas, turn_keys, lane_dot
 
@@ -127,7 +128,7 @@ def build_pair_operands(isa: Isa, micro: Micro, loops: Loops) -> Operands:
         rounded(s, dp, buffers[2], at[0], at[1], at[2], whole // 2, f32(1.0))
 
     @njit(**JIT)
-    def tile(a, w, seg, tiles, buffers, run, sources, task):
+    def tile(a, w, seg, tiles, buffers, run, sources, task, kept):
         """One block of keys: p and ds from s and dp, then the three products. sources as in `backward_kernel`."""
         dim, dim_v, n = load_i64(a, P.head_dim), load_i64(a, P.head_dim_v), run[2]
         products(a, w, seg, tiles, buffers, run, sources)
@@ -137,4 +138,6 @@ def build_pair_operands(isa: Isa, micro: Micro, loops: Loops) -> Operands:
         turned = buffers[3] + sources[7] * ((dim + GROUP - 1) // GROUP * GROUP) * 2
         weighted(turned, dim, buffers[2], n, sources[6], STRIPS)
 
-    return Operands(lanes, areas, shared.pack, shared.natural, lane_dot, turn_keys, products, fold, tile)
+    return Operands(
+        lanes, False, areas, shared.pack, shared.natural, lane_dot, turn_keys, products, fold, tile
+    )
