@@ -101,6 +101,33 @@ call = dict(block_table=torch.tensor([[1, 0]]).int(), seqused_k=torch.tensor([25
 q = torch.randn(1, 4, 1, 64).bfloat16()
 found["far"] = bool(torch.equal(attend_pages(q, far_k, far_v, **call)[0], attend_pages(q, *near, **call)[0]))
 
+# Pages that make tiles, of which the last one wants some; entries outside the pool hide their keys and nothing else.
+def paged(size, count, dtype):
+    from tilewise.problem import decode_inputs, decode_problem
+    from tilewise.written import Cached, write
+    keys, total = size * count, 3 * count + 2
+    lengths, rows = torch.tensor([keys - 3, size + 1, 0]).int(), torch.randperm(total)[: 3 * count].reshape(3, -1).int()
+    q, k, v = (torch.randn(*shape, 32).to(dtype) for shape in ((3, 4, 1), (total, 2, size), (total, 2, size)))
+    for b, length in enumerate(lengths.tolist()):
+        for n in range(length // size, count):
+            k[rows[b, n], :, max(length - n * size, 0):] = v[rows[b, n], :, max(length - n * size, 0):] = torch.nan
+    seen = torch.ones(3, 1, 1, keys, dtype=torch.bool)
+    seen[0, ..., size : 2 * size] = seen[0, ..., 3 * size : 4 * size] = False
+    wide = [t.double() for t in (q, k, v)]
+    wanted = attend_pages(*wide, block_table=rows, seqused_k=lengths, mask=tw.dense(seen), backend="blockwise")
+    wild = rows.clone()
+    wild[0, 1], wild[0, 3] = -1, 10**6
+    cached = Cached(None, None, lengths, wild, None, None, None)
+    (*qkv, a, b), seed, numbers = write((q, k, v), cached, mask=None, scores=(), sink=None, backend="triton")
+    problem = decode_problem(*qkv, [a, b], numbers.text)
+    inputs = decode_inputs(problem, (*qkv, [a, b]), numbers.ints, numbers.floats, seed)
+    found = launch_decode.forward(problem, inputs)
+    plan = [recipe.plan for recipe in launch_decode._recipes.values()][-1]
+    apart = [float((x.clamp(min=-99) - y.clamp(min=-99)).abs().max()) for x, y in zip(found, wanted)]
+    return [str(decode_plan.paging(problem, plan)), *apart]
+cases = [(16, 7), (32, 5), (64, 5), (128, 4), (48, 5)]
+found["paged"] = [*[paged(*case, torch.float16) for case in cases], paged(16, 5, torch.float32)]
+
 # Attention to other keys of the same queries enters where the splits are merged, or where there is one alone; before
 # the sink, which is counted once.
 def prior(tokens, used, capacity, sink, dim_v):
@@ -199,6 +226,12 @@ def test_float8_keys_meet_bfloat16_queries_of_any_size(interpreted):
 
 def test_pages_may_lie_farther_apart_than_32_bits_say(interpreted):
     assert interpreted["far"]
+
+
+def test_pages_that_make_tiles_hide_what_lies_outside_the_pool(interpreted):
+    kinds, *errors = zip(*interpreted["paged"], strict=True)
+    assert kinds == ("16", "32", "64", "tile", "divide", "16")
+    assert all(max(found[:5]) < 2e-3 and found[5] < 1e-5 for found in errors)
 
 
 def test_attention_to_other_keys_enters_where_splits_are_merged(interpreted):

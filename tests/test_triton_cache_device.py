@@ -97,18 +97,17 @@ def test_a_sequence_has_its_bits_in_any_company():
         )
 
 
-def test_entries_outside_the_pool_are_hidden_and_lengths_clamped():
-    view = _paged(_ints(320, 320))
+@pytest.mark.parametrize("size", (16, 24, 64, 128))
+def test_entries_outside_the_pool_are_hidden_and_lengths_clamped(size):
+    view = _paged(_ints(10 * size, 10 * size), size=size)
     q = _drawn(2, 8, 1, 64)
     clean = attention_with_cache(q, view, backend="triton")
     view.block_table[1, 3], view.block_table[1, 5] = -1, 10**6
     found = attention_with_cache(q, view, backend="triton")
     assert torch.equal(found[0], clean[0]) and bool(found[1].isfinite().all())
-    keep = torch.ones(320, dtype=torch.bool, device="cuda")
-    keep[48:64] = keep[80:96] = False
-    wanted = attention_with_cache(
-        q, _repaired(view), mask=tw.dense(torch.nn.functional.pad(keep, (0, 704))[None, None, None])
-    )
+    keep = torch.ones(64 * size, dtype=torch.bool, device="cuda")
+    keep[3 * size : 4 * size] = keep[5 * size : 6 * size] = False
+    wanted = attention_with_cache(q, _repaired(view), mask=tw.dense(keep[None, None, None]))
     assert (wanted[1].float() - found[1].float()).abs().max() < 0.02
     wild = CacheView(view.k, view.v, _ints(-5, 10**9), view.block_table)
     assert not attention_with_cache(q, wild, backend="triton")[0].any()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from versions import needs_triton
@@ -44,6 +46,20 @@ def test_plans_follow_from_the_capacity_and_fill_the_machine():
         assert resident * (room + 16 * 128 * 2) <= machine.shared
     few = plan_of(cached_problem(Shape(1, 32, 8, 1, 512, 128, 128)), machine)
     assert few.splits <= 2
+
+
+@pytest.mark.parametrize("size", (16, 32, 64))
+def test_pages_of_common_sizes_are_read_with_the_tiles_of_one_piece(size):
+    from tilewise.backends.triton.decode_plan import paging, plan_of
+    from tilewise.backends.triton.machine import Machine
+
+    machine = Machine("cuda", 90, 232448, 132)
+    for batch, keys in ((8, 32768), (1, 131072), (1, 32768), (1, 4096), (4, 1024)):
+        problem = replace(cached_problem(Shape(batch, 32, 8, 1, keys, 128, 128)), page_size=size)
+        plan = plan_of(problem, machine)
+        assert plan == plan_of(replace(problem, page_size=keys), machine) and paging(problem, plan) == size
+    packed = replace(cached_problem(Shape(8, 32, 8, 1, 32768, 128, 128)), page_size=24)
+    assert paging(packed, plan_of(packed, machine)) == "divide"
 
 
 def test_eight_drafts_of_a_group_of_four_are_one_tile():

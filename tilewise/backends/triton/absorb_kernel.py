@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tilewise.backends.triton.compile import interpreting
 from tilewise.backends.triton.forward_kernel import weigh
-from tilewise.backends.triton.pages import page_numbers, page_rows
+from tilewise.backends.triton.pages import entries_of, page_numbers, page_rows, rows_of
 from tilewise.backends.triton.words import LOG2E
 
 INTERPRETED = tl.constexpr(interpreting())
@@ -34,16 +34,6 @@ def row_offsets(page, slot, page_stride, row_stride):
         found = page * page_stride + slot * row_stride
     else:
         found = page.to(tl.int64) * page_stride + slot.to(tl.int64) * row_stride
-    return found
-
-
-@triton.jit
-def passed_on(x):
-    """x: loops whose values come unchanged from two turns before are not pipelined."""
-    if INTERPRETED:
-        found = x
-    else:
-        found = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=1)
     return found
 
 
@@ -140,21 +130,20 @@ def absorb_keys(
         # Of four neighbouring numbers of v the first ones, the second ones, ...
         acc0, acc1, acc2, acc3 = quarters(acc, [acc.shape[0]], DV_PAD)
         dw = tl.arange(0, DV_PAD // 4)
-    numbers = page_numbers(first * BLOCK_N, first * BLOCK_N + n, most, pool, PAGING, BLOCK_N)
     if GROUPS:
-        # Two tiles more, so that neither does the first tile of the loop's own beginning wait for them one by one.
-        second = page_numbers((first + 1) * BLOCK_N, n, most, pool, PAGING, BLOCK_N)
-        third = page_numbers((first + 2) * BLOCK_N, n, most, pool, PAGING, BLOCK_N)
+        e0, e1, e2, e3, e4, e5, e6, e7 = entries_of(first, most, pool, PAGING, BLOCK_N)
+    else:
+        numbers = page_numbers(first * BLOCK_N, first * BLOCK_N + n, most, pool, PAGING, BLOCK_N)
     for t in tl.range(first, last, num_stages=1 if CAREFUL else None):
         columns = t * BLOCK_N + n
-        page, slot, owned = page_rows(columns, numbers, pool, PAGING, BLOCK_N)
-        # Tiles ahead, so that no load waits for the table.
+        # Entries are read a tile ahead, so that no load waits for the table.
         if GROUPS:
-            numbers = passed_on(second)
-            second = passed_on(third)
-            third = page_numbers((t + 3) * BLOCK_N, columns, most, pool, PAGING, BLOCK_N)
-        elif PAGING != "whole":
-            numbers = page_numbers((t + 1) * BLOCK_N, columns + BLOCK_N, most, pool, PAGING, BLOCK_N)
+            page, slot, owned = rows_of(n, (e0, e1, e2, e3, e4, e5, e6, e7), pool, PAGING, BLOCK_N)
+            e0, e1, e2, e3, e4, e5, e6, e7 = entries_of(t + 1, most, pool, PAGING, BLOCK_N)
+        else:
+            page, slot, owned = page_rows(t * BLOCK_N, columns, numbers, pool, PAGING)
+            if PAGING != "whole":
+                numbers = page_numbers((t + 1) * BLOCK_N, columns + BLOCK_N, most, pool, PAGING, BLOCK_N)
         inside = columns < n_k
         if pad_ptr is not None:
             inside = inside & (columns >= pad)
@@ -246,7 +235,7 @@ def absorb_by_warps(
     numbers = page_numbers(first * BLOCK_N, first * BLOCK_N + n, most, pool, PAGING, BLOCK_N)
     for t in tl.range(first, last, num_stages=1 if CAREFUL else None):
         columns = t * BLOCK_N + n
-        page, slot, owned = page_rows(columns, numbers, pool, PAGING, BLOCK_N)
+        page, slot, owned = page_rows(t * BLOCK_N, columns, numbers, pool, PAGING)
         if PAGING != "whole":
             # One tile ahead, so that no load waits for the table.
             numbers = page_numbers((t + 1) * BLOCK_N, columns + BLOCK_N, most, pool, PAGING, BLOCK_N)

@@ -45,8 +45,10 @@ MOST_GROUP = 128
 CARE_M = 32
 """`launch_forward.CARE_M`: the tallest tile that is done again inside its own kernel."""
 GROUPED = (16, 32, 64)
-"""Page sizes for which kernels are compiled: one entry of the table is read for each page, not for each key. Others are
-numbers of a call."""
+"""Page sizes for which kernels are compiled, which find rows page by page and not key by key. Others are numbers of a
+call."""
+MOST_PAGES = 8
+"""Pages of a tile, at most, whose entries are read one by one."""
 MANY = 3.5
 """Units for each multiprocessor from which it is busier with four small programs than with two."""
 SHORT_KEYS = 128
@@ -224,8 +226,9 @@ def _tiles(
     elif _plain(problem, masked, block_m) and (many := _many(problem, units, machine)) is not None:
         block_n, warps, stages, resident = many
     else:
-        scattered = _in_pages(problem)
-        few = units <= machine.sms and (block_m > 16 or scattered)
+        # Programs that share a multiprocessor read pages faster with less under way, one by itself with more.
+        shared = units * (problem.shape.seqlen_k // FEWEST_KEYS) > machine.sms
+        few = units <= machine.sms and (block_m > 16 or (_in_pages(problem) and shared))
         block_n, warps, stages = 64, 4, 3 if few or problem.options.batch_invariant else 4
     size = problem.kv_dtype.itemsize
     while problem.dtype.itemsize * block_m * d + stages * block_n * (d + dv) * size > machine.shared:
@@ -282,8 +285,10 @@ def _of_one(problem: Problem) -> tuple[int, int, int, int] | None:
     if rows > 8:
         # What every warp would keep of so many rows, and merge at the end, costs more than waiting for each other.
         return (128, 4, 3, 1) if wide else None
-    if _in_pages(problem) and (problem.page_size % 64 or (rows > 4 and not wide)):
-        return None
+    if _in_pages(problem):
+        small = problem.page_size % 64 != 0
+        if (rows > 4 and (small or not wide)) or (small and not (wide and problem.page_size in GROUPED)):
+            return None
     # Of narrow heads, its warps must not wait for each other.
     return (128, 8, 3, 1) if wide else (64, 4, 4, 4)
 
@@ -293,10 +298,9 @@ def paging(problem: Problem, plan: DecodePlan) -> str | int:
     size = problem.page_size
     if not _in_pages(problem):
         return "whole"
-    if size in GROUPED and plan.each == 1 and problem.kv_dtype == problem.dtype:
-        # Where keys are split, finding the pages of a tile key by key is as quick, and quicker for short splits.
-        once = plan.splits == 1 or plan.block_m > CARE_M
-        return size if once and plan.block_n % size == 0 else "shift"
+    whole = plan.block_n % size == 0 and plan.block_n // size <= MOST_PAGES
+    if size in GROUPED and whole and plan.each == 1 and problem.kv_dtype == problem.dtype:
+        return size
     if size % plan.block_n == 0:
         return "tile"
     return "shift" if size & (size - 1) == 0 else "divide"
