@@ -91,6 +91,16 @@ def position_offset(offset, offset_ptr, b, default, LAST: tl.constexpr):
 
 
 @triton.jit
+def is_lost(acc, m, l, ADDED: tl.constexpr):  # noqa: E741
+    """1 where a tile of rows has to be done again, else 0: something in it is not finite, or (ADDED) all scores of a
+    row are as low as numbers are, and `raised` gave them no weight."""
+    found = tl.max(((acc - acc) != 0).to(tl.int32), 1)
+    if ADDED:
+        found = tl.maximum(found, ((l == 0) & (m > -float("inf"))).to(tl.int32))
+    return tl.max(found, 0)
+
+
+@triton.jit
 def forward_tile(
     program, part,
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, seed_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr,
@@ -216,13 +226,9 @@ def forward_tile(
         l = tl.sum(l, 1)  # noqa: E741
     # A weight of 0 times a hidden NaN is NaN. It is rare, and then the tile of rows is done again with care.
     if CARE == "flag":
-        noted = tl.max(((acc - acc) != 0).to(tl.int32), 1)
-        if ADDED:
-            # So are rows all of whose scores are as low as numbers are: `raised` gave them no weight.
-            noted = tl.maximum(noted, ((l == 0) & (m > -float("inf"))).to(tl.int32))
-        tl.store(flag_ptr + program, tl.max(noted, 0))
+        tl.store(flag_ptr + program, is_lost(acc, m, l, ADDED))
     elif CARE == "inline":
-        if tl.max(tl.max(((acc - acc) != 0).to(tl.int32), 1), 0) > 0:
+        if is_lost(acc, m, l, False) > 0:
             first, last = begin * BLOCK_N // CARE_N, tl.cdiv(tl.minimum(end * BLOCK_N, n_k), CARE_N)
             m = tl.full([BLOCK_M], -float("inf"), tl.float32)
             l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
