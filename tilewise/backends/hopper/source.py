@@ -13,10 +13,10 @@ backend's and are named by their own text.
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import inspect
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilewise.backends.hopper.print_fold import print_forward_folds
 from tilewise.backends.triton.source import Entry, is_pointer, load_text, print_folds
@@ -75,9 +75,16 @@ def print_entry(entry: Entry, slots: Slots) -> str:
     )
 
 
+def text_of(module: str) -> str:
+    """A module's text, without running it: each of its functions would be found in that text, and nobody calls them."""
+    spec = importlib.util.find_spec(module)
+    loader: Any = None if spec is None else spec.loader
+    return str(loader.get_source(module))
+
+
 def print_module(spec: AttentionSpec, slots: Slots, template: str, entries: tuple[Entry, ...]) -> str:
     """Text of the module of a spec, a layout of its leaves, and a template (a module's name) with its kernels."""
-    text = inspect.getsource(importlib.import_module(template))
+    text = text_of(template)
     doc, _, rest = text.removeprefix('"""').partition('"""')
     names = ", ".join(slots.names) or "none"
     head = f'"""Printed by Tilewise from the spec\n\n{spec.text}\n\nData: {names}.\n\n{doc}"""'
