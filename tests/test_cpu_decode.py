@@ -60,6 +60,24 @@ def test_sizes(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     check(tensors, mask=tw.causal())
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("group, d", [(4, 128), (1, 72), (5, 20), (4, 256)])
+def test_keys_of_no_whole_turn(group: int, d: int, dtype: torch.dtype) -> None:
+    """Keys are met four at a time, in spans, in blocks: every length around their ends."""
+    for keys in (64, 65, 66, 67, 71, 72, 73, 79, 95, 97, 127, 129, 255, 258):
+        check(draw(1, 2 * group, 2, 1, keys, d, d, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("rows", [1, 2])
+def test_largest_score_rises_with_every_block(rows: int, dtype: torch.dtype) -> None:
+    """What was summed before is made smaller once a block, however many spans of keys the block has."""
+    q, k, v = draw(1, 8, 2, rows, 1000, 128, 128, dtype=dtype)
+    q = q.abs()
+    k = (torch.linspace(0.0, 0.4, 1000).view(1, 1, -1, 1) + 0.01 * k.float()).to(dtype).expand(1, 2, -1, -1)
+    check([q, k, v + 3])
+
+
 def test_features() -> None:
     tensors = draw(2, 8, 2, 2, 900, 32, 32)
     check(tensors, mask=tw.window(100, 0))

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from tilewise.backends.cpu.isa import Isa
 
 AHEAD = 4096
-"""Bytes of k and of v asked for in advance: 2 to 8 KiB are equal within the noise of the measurement."""
+"""Bytes of k and of v asked for in advance, of v those of a span at least: its rows are met one column after another,
+so that those asked for later come too late (spans of 8 and 16 KiB, 4 KiB ahead, took up to 1.2 times as long)."""
 POSITION = LANES.numbers + 192
 """Where a head's scratch holds the next key that it meets."""
 CLOSE, FEW = 4 * STRIP, 4 * ROWS
@@ -44,20 +45,23 @@ ADDRESSES = 8 * (DECODE_BLOCK + MOST_AHEAD + 16 + 8)
 """Bytes of the addresses of a block's rows; 16 is the most that one step of `scores` takes, 8 what
 is written with a vector."""
 SPAN = 4096
-"""Bytes of v that are met once for each column of acc: the first-level cache keeps them."""
+"""Bytes of v that are met once for each column of acc: the first-level cache keeps them. 8 KiB gave keys in one piece
+3 % and took 4 % from pages of 16 (measured on Zen 3)."""
+PAGE, LEAST_TOUCHED = 1 << 12, 1 << 10
+"""Bytes of memory whose place a processor looks up at once, and the shortest run of rows whose beginning is worth
+asking for early: pages of 16 keys took 0.91 of the time (measured on Zen 3, bf16 heads of 128)."""
 SCORED = 16
 """Keys that meet one group of rows of q after another, where there are several."""
 
 
 @kernel
-def build_parts(isa: Isa, micro: RowMicro, loops: Loops) -> tuple[Any, Any, Any]:
-    """What is done with a block of keys: score(...), weigh(...), add(...)."""
+def build_parts(isa: Isa, micro: RowMicro) -> tuple[Any, Any, Any, Any]:
+    """What is done with a block of keys: score(...), weigh(...), add(...); span_of(...)."""
     lanes, size = isa.lanes, micro.size
     scores_4, scores_1 = micro.scores(ROWS), micro.scores(1)
     weighted_4, weighted_1 = micro.weighted(ROWS), micro.weighted(1)
     peak, advance, weigh_vector = micro.peak, micro.advance, micro.weigh_vector
     peak_few, weigh_few = micro.peak_few, micro.weigh_few
-    fill = loops.fill
 
     @njit(**JIT)
     def score(a, tiles, s_row, source, asked, n, rows):
@@ -97,37 +101,43 @@ def build_parts(isa: Isa, micro: RowMicro, loops: Loops) -> tuple[Any, Any, Any]
             weigh_few(s, w + LANES.pivot, w + LANES.l, n)
 
     @njit(**JIT)
-    def add(a, w, tiles, p, p_row, source, asked, n, rows):
-        """The rows of v of at most `span_of` keys times their weights to acc; alpha is 1 after that."""
-        _, acc, _, _, acc_row = tiles
-        (v, v_off), (ask, ask_off) = source, asked
-        dim_v, alpha = load_i64(a, P.head_dim_v), w + LANES.alpha
-        lines = (dim_v * size + LINE - 1) // LINE
-        for r in range(0, rows, ROWS):
-            more, to, factor, from_p = lines if r == 0 else 0, acc + r * acc_row, alpha + r * 4, p + r * 4
-            if rows - r == 1:
-                weighted_1(v, v_off, n, from_p, p_row, factor, to, acc_row, dim_v, ask, ask_off, more)
-            else:
-                weighted_4(v, v_off, n, from_p, p_row, factor, to, acc_row, dim_v, ask, ask_off, more)
-        fill(alpha, STRIP, f32(1.0))
+    def span_of(a):
+        """Keys whose rows of v stay in the first-level cache for every column."""
+        return max(SPAN // (load_i64(a, P.head_dim_v) * size), 8)
 
-    return score, weigh, add
+    @njit(**JIT)
+    def add(a, w, tiles, p, p_row, source, asked, n, rows):
+        """The rows of v of n keys times their weights to acc; alpha is 1 after that."""
+        _, acc, _, _, acc_row = tiles
+        dim_v, alpha, span = load_i64(a, P.head_dim_v), w + LANES.alpha, span_of(a)
+        lines = (dim_v * size + LINE - 1) // LINE
+        # Several groups of rows meet the keys of a span one after another.
+        step = max(n, 1) if rows <= ROWS else span
+        for j in range(0, max(n, 1), step):
+            part, v, ask, at = min(step, n - j), source[0] + j * 8, asked[0] + j * 8, p + j * p_row
+            for r in range(0, rows, ROWS):
+                more, to, factor, of = lines if r == 0 else 0, acc + r * acc_row, alpha + r * 4, at + r * 4
+                if rows - r == 1:
+                    weighted_1(
+                        v, source[1], part, span, of, p_row, factor, to, acc_row, dim_v, ask, asked[1], more
+                    )  # fmt: skip
+                else:
+                    weighted_4(
+                        v, source[1], part, span, of, p_row, factor, to, acc_row, dim_v, ask, asked[1], more
+                    )  # fmt: skip
+
+    return score, weigh, add, span_of
 
 
 @kernel
 def build_absorb(isa: Isa, micro: RowMicro, loops: Loops) -> tuple[Any, Any]:
     """absorb(...): one block of keys into (m, l, acc) of the rows of a head; absorb_heads(...): of several heads."""
     size, drop = micro.size, loops.drop
-    score, weigh, add = build_parts(isa, micro, loops)
+    score, weigh, add, span_of = build_parts(isa, micro)
 
     @njit(**JIT)
     def rows_ahead(row):
         return max(1, min(AHEAD // row, MOST_AHEAD))
-
-    @njit(**JIT)
-    def span_of(a):
-        """Keys at once, few, so that their rows of v are in the first-level cache for every column."""
-        return max(SPAN // (load_i64(a, P.head_dim_v) * size), 8)
 
     @njit(**JIT)
     def hidden(s, key, rows):
@@ -147,7 +157,8 @@ def build_absorb(isa: Isa, micro: RowMicro, loops: Loops) -> tuple[Any, Any]:
         close = FEW if rows <= ROWS else CLOSE
         s_row, p_row = ROW if fold or drops else close, ROW if drops else close
         ahead = rows_ahead(load_i64(a, P.head_dim) * size)
-        ahead_v = rows_ahead(load_i64(a, P.head_dim_v) * size)
+        # Rows of a span are met together: those of the next one are asked for.
+        ahead_v = min(max(rows_ahead(load_i64(a, P.head_dim_v) * size), span_of(a)), MOST_AHEAD)
         score(a, tiles, s_row, (k, 0), (k + ahead * 8, 0), n, rows)
         first = 0
         if fold:
@@ -164,12 +175,7 @@ def build_absorb(isa: Isa, micro: RowMicro, loops: Loops) -> tuple[Any, Any]:
         if drops:
             drop(a, w, seg, s, run[1] + first, n, 1)
         v += first * 8
-        span = span_of(a)
-        j = 0
-        while j == 0 or j < n:
-            at = v + j * 8
-            add(a, w, tiles, s + j * p_row, p_row, (at, 0), (at + ahead_v * 8, 0), min(span, n - j), rows)
-            j += span
+        add(a, w, tiles, s, p_row, (v, 0), (v + ahead_v * 8, 0), n, rows)
 
     @njit(**JIT)
     def absorb_heads(a, w, heads, tiles, n, sources, rows):
@@ -179,7 +185,7 @@ def build_absorb(isa: Isa, micro: RowMicro, loops: Loops) -> tuple[Any, Any]:
         q, acc, s, q_row, acc_row = tiles
         together, each, s_each, chunk = heads
         k, v = sources
-        s_row, span = FEW if rows <= ROWS else CLOSE, span_of(a)
+        s_row = FEW if rows <= ROWS else CLOSE
         k_h, v_h = load_i64(a, P.k_h), load_i64(a, P.v_h)
         for c in range(0, n, chunk):
             end = min(c + chunk, n)
@@ -197,11 +203,8 @@ def build_absorb(isa: Isa, micro: RowMicro, loops: Loops) -> tuple[Any, Any]:
                 at = (q, acc + t * each, s, q_row, acc_row)
                 last = t + 1 == together
                 more, offset = v + (end if last else c) * 8, types.int64(0) if last else (t + 1) * v_h
-                for j in range(c, end, span):
-                    add(
-                        a, w + t * each, at, s + t * s_each + j * s_row, s_row, (v + j * 8, t * v_h),
-                        (more + (j - c) * 8, offset), min(span, end - j), rows,
-                    )  # fmt: skip
+                weights, source = s + t * s_each + c * s_row, (v + c * 8, t * v_h)
+                add(a, w + t * each, at, weights, s_row, source, (more, offset), end - c, rows)
 
     return absorb, absorb_heads, span_of
 
@@ -211,6 +214,17 @@ def build_window(isa: Isa, micro: RowMicro, loops: Loops) -> Any:
     """attend(...): all keys of a task."""
     (absorb, absorb_heads, span_of), next_run = build_absorb(isa, micro, loops), loops.next_run
     sources, rows_of = build_sources(micro)
+    touch = micro.touch
+
+    @njit(**JIT)
+    def touch_pages(rows, source, key, n):
+        """Ask for where the pages begin that the next block meets beyond the rows asked for beside this one."""
+        row, size = source[1], source[4]
+        step = min(max(PAGE // max(row, 1), 1), size)
+        if step * row >= LEAST_TOUCHED:
+            end = n + MOST_AHEAD + 16
+            for x in range(end - n + (n - end - key) % step, end, step):
+                touch(load_i64(rows, x))
 
     @njit(**JIT)
     def list_rows(a, seg, unit, keys, n, rows_k, rows_v):
@@ -218,6 +232,9 @@ def build_window(isa: Isa, micro: RowMicro, loops: Loops) -> Any:
         from_k, from_v = sources(a, seg, head)
         rows_of(from_k, keys, n + MOST_AHEAD + 16, rows_k)
         rows_of(from_v, keys, n + MOST_AHEAD + 16, rows_v)
+        if from_k[3]:
+            touch_pages(rows_k, from_k, keys[0], n)
+            touch_pages(rows_v, from_v, keys[0], n)
 
     @njit(**JIT)
     def agreed(a, w, each, rows, key, end, block):

@@ -36,12 +36,59 @@ if TYPE_CHECKING:
 ROWS = 4
 """Rows of q that share a vector of k or v: 4 x 2 sums hide the latency of a multiply-add on AVX2."""
 LINE = 64
+TURN = 4
+"""Keys of one turn of `weighted`: what a turn costs beside its products counts where a neighbour shares the core."""
+TOUCHED = 4
+"""Lines at the beginning of a page that are asked for early: with one, what fetches ahead by itself begins later."""
 
 
 def keys_at_once(lanes: int, rows: int) -> int:
     """Keys of one step of `scores`. On AVX2 twelve sums: eight are no more than two multiply-adds a cycle need that
     take four, and gave half the rate of twelve (measured on Zen 3)."""
     return {(16, 4): 4, (8, 4): 3, (4, 4): 2, (16, 1): 16, (8, 1): 8, (4, 1): 8}[lanes, rows]
+
+
+class _Ahead:
+    """Rows that are asked for while others are met: `each` lines whenever `ask` is emitted, in order."""
+
+    def __init__(
+        self, micro: RowMicro, w: Words, asked: tuple[ir.Value, ir.Value, ir.Value], rows: ir.Value, each: int
+    ) -> None:
+        """asked = (addresses of rows, what is added to them, lines of a row, 0 where nothing is asked for)."""
+        self._micro, self._w, self._asked, self._rows, self._each = micro, w, asked, rows, each
+        self._row, self._at = (cgutils.alloca_once(w.b, I64) for _ in range(2))
+        for cell in (self._row, self._at):
+            w.b.store(I64(0), cell)
+        self._bytes = w.b.mul(asked[2], I64(LINE))
+        self._last = w.b.sub(self._bytes, I64(LINE))
+
+    def _base(self, row: ir.Value) -> ir.Value:
+        b = self._w.b
+        return b.add(self._w.load(self._asked[0], b.mul(row, I64(8)), I64), self._asked[1])
+
+    def ask(self) -> None:
+        """The next lines."""
+        b, each = self._w.b, self._each
+        with b.if_then(b.icmp_signed(">", self._bytes, I64(0)), likely=True):
+            row, at = b.load(self._row), b.load(self._at)
+            base = self._base(row)
+            for n in range(each):
+                place = b.add(at, I64(n * LINE))
+                if n:
+                    place = b.select(b.icmp_signed("<", place, self._last), place, self._last)
+                self._micro._prefetch(b, b.add(base, place))
+            after = b.add(at, I64(each * LINE))
+            ended = b.icmp_signed(">=", after, self._bytes)
+            b.store(b.select(ended, I64(0), after), self._at)
+            b.store(b.add(row, b.zext(ended, I64)), self._row)
+
+    def finish(self) -> None:
+        """The rows that are left, where a head is no multiple of the columns."""
+        b = self._w.b
+        row = b.load(self._row)
+        left = b.select(b.icmp_signed(">", self._bytes, I64(0)), b.sub(self._rows, row), I64(0))
+        with cgutils.for_range(b, left, intp=I64) as loop:
+            self._micro._ask(b, self._base(b.add(row, loop.index)), self._asked[2])
 
 
 class RowMicro(Micro):
@@ -79,6 +126,16 @@ class RowMicro(Micro):
         name = "llvm.prefetch.p0"
         called = b.module.globals.get(name) or ir.Function(b.module, kind, name)
         b.call(called, [pointer, I32(0), I32(3), I32(1)])
+
+    @functools.cached_property
+    def touch(self) -> Any:
+        """touch(address): ask for the first lines there."""
+
+        def body(b, address):
+            for n in range(TOUCHED):
+                self._prefetch(b, b.add(address, I64(n * LINE)))
+
+        return _emit(_void(1), body, "address")
 
     def _sums(self, w: Words, count: int) -> list[ir.Value]:
         cells = [cgutils.alloca_once(w.b, w.f) for _ in range(count)]
@@ -207,45 +264,73 @@ class RowMicro(Micro):
                 b.store(b.extract_element(total, I32(n)), w.address(to, place, F32), align=4)
 
     def weighted(self, rows: int) -> Any:
-        """weighted(v, v_off, keys, p, p_row, alpha, acc, acc_row, dim_v, asked, asked_off, lines): acc[row] =
-        acc[row] alpha[row] + sum_key p[key][row] v[key], the sum from zero. v, v_off, asked, asked_off: as in `scores`.
+        """weighted(v, v_off, keys, span, p, p_row, alpha, acc, acc_row, dim_v, asked, asked_off, lines): acc[row] =
+        acc[row] alpha[row] + sum_key p[key][row] v[key], the sums of `span` keys from zero; alpha is 1 after that. v,
+        v_off, asked, asked_off: as in `scores`.
         """
         wide = 8 // rows
+        each = max(TURN * wide * self.lanes * self.size // LINE, 1)
 
-        def body(b, v, v_off, keys, p, p_row, alpha, acc, acc_row, dim_v, asked, asked_off, lines):
+        def body(b, v, v_off, keys, span, p, p_row, alpha, acc, acc_row, dim_v, asked, asked_off, lines):
             w = self.words(b)
-            steps = b.sdiv(dim_v, I64(self.lanes * wide))
+            spans = b.sdiv(b.add(keys, b.sub(span, I64(1))), span)
+            spans = b.select(b.icmp_signed(">", spans, I64(0)), spans, I64(1))
+            with cgutils.for_range(b, spans, intp=I64) as loop:
+                first = b.mul(loop.index, span)
+                n = b.sub(keys, first)
+                n = b.select(b.icmp_signed("<", n, span), n, span)
+                later = (b.add(asked, b.mul(first, I64(8))), asked_off, lines)
+                ahead = _Ahead(self, w, later, n, each)
+                source = (b.add(v, b.mul(first, I64(8))), v_off, n)
+                weights = (b.add(p, b.mul(first, p_row)), p_row)
+                for at, place, count, _ in self._chunks(b, dim_v, self._pieces(wide)):
+                    sums = self._sums(w, count * rows)
+                    self._meet(w, sums, source, weights, at, count, ahead.ask if count == wide else None)
+                    for r in range(rows):
+                        factor = w.splat(w.load(alpha, 4 * r, F32))
+                        row = b.add(b.add(acc, b.mul(acc_row, I64(r))), b.mul(place, I64(4)))
+                        for x in range(count):
+                            old, offset = w.load(row, x * self.vector_bytes), x * self.vector_bytes
+                            w.store(w.fma(old, factor, b.load(sums[r * count + x])), row, offset)
+                ahead.finish()
+                for r in range(rows):
+                    w.store(F32(1.0), alpha, 4 * r)
 
-            def columns(at: ir.Value, place: ir.Value, count: int) -> None:
-                sums = self._sums(w, count * rows)
-                offset = b.add(b.mul(at, I64(self.size)), v_off)
-                with cgutils.for_range(b, keys, intp=I64) as key:
-                    base = b.add(w.load(v, b.mul(key.index, I64(8)), I64), offset)
-                    weights = b.add(p, b.mul(key.index, p_row))
+        arguments = "v, v_off, keys, span, p, p_row, alpha, acc, acc_row, dim_v, asked, asked_off, lines"
+        return _emit(_void(13), body, arguments)
+
+    def _meet(
+        self,
+        w: Words,
+        sums: list[ir.Value],
+        source: tuple[ir.Value, ir.Value, ir.Value],
+        weights: tuple[ir.Value, ir.Value],
+        at: ir.Value,
+        count: int,
+        ask: Callable[[], None] | None,
+    ) -> None:
+        """Add to the sums of some columns, from number `at` on, the weighted rows of all keys, TURN keys a turn where
+        something is asked for beside."""
+        b, (v, v_off, keys), (p, p_row), rows = w.b, source, weights, len(sums) // count
+        offset, done = b.add(b.mul(at, I64(self.size)), v_off), I64(0)
+        for turn in (TURN, 1) if ask else (1,):
+            turns = b.sdiv(b.sub(keys, done), I64(turn))
+            with cgutils.for_range(b, turns, intp=I64) as loop:
+                first = b.add(done, b.mul(loop.index, I64(turn)))
+                table, weight = b.add(v, b.mul(first, I64(8))), b.add(p, b.mul(first, p_row))
+                if ask and turn > 1:
+                    ask()
+                for n in range(turn):
+                    base, of_key = (
+                        b.add(w.load(table, 8 * n, I64), offset),
+                        b.add(weight, b.mul(p_row, I64(n))),
+                    )
                     numbers = self._numbers(w, base, count)
                     for r in range(rows):
-                        weight = w.splat(w.load(weights, 4 * r, F32))
-                        for n, number in enumerate(numbers):
-                            cell = sums[r * count + n]
-                            b.store(w.fma(weight, number, b.load(cell)), cell)
-                for r in range(rows):
-                    factor = w.splat(w.load(alpha, 4 * r, F32))
-                    row = b.add(b.add(acc, b.mul(acc_row, I64(r))), b.mul(place, I64(4)))
-                    for n in range(count):
-                        old = w.load(row, n * self.vector_bytes)
-                        w.store(w.fma(old, factor, b.load(sums[r * count + n])), row, n * self.vector_bytes)
-
-            for at, place, count, step in self._chunks(b, dim_v, self._pieces(wide)):
-                if count == wide:
-                    # Every step asks for its share of the rows, in order.
-                    first, end = (b.sdiv(b.mul(keys, n), steps) for n in (step, b.add(step, I64(1))))
-                    with cgutils.for_range(b, b.sub(end, first), intp=I64) as turn:
-                        n = b.mul(b.add(first, turn.index), I64(8))
-                        self._ask(b, b.add(w.load(asked, n, I64), asked_off), lines)
-                columns(at, place, count)
-
-        arguments = "v, v_off, keys, p, p_row, alpha, acc, acc_row, dim_v, asked, asked_off, lines"
-        return _emit(_void(12), body, arguments)
+                        factor = w.splat(w.load(of_key, 4 * r, F32))
+                        for cell, number in zip(sums[r * count :], numbers, strict=False):
+                            b.store(w.fma(factor, number, b.load(cell)), cell)
+            done = b.add(done, b.mul(turns, I64(turn)))
 
     @functools.cached_property
     def peak(self) -> Any:
