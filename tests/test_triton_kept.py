@@ -111,6 +111,7 @@ def launched(monkeypatch):
 
     def encode(at, kind, rank, address, shape, steps, box, *rest):
         _, _, swizzle, *_ = rest  # after the element strides and the interleaving
+        seen["maps"] = seen.get("maps", 0) + 1
         seen["map"] = (kind, rank, address.value, list(shape), steps[0], list(box), swizzle)
         ctypes.memset(at.value, 7, 128)
         return 0
@@ -137,6 +138,41 @@ def test_arguments_lie_where_the_driver_is_told(here, launched):
         assert rest == [96, 64, 64, 1, -n, 0.5, 0, 0]
         assert launched["grid"] == (n, 2, 128, 98360)
     assert launched["map"] == (9, 2, matrix.data_ptr(), [64, 96], 128, [64, 64], 3)
+
+
+def test_a_tensor_map_is_made_once_for_a_place(here, launched):
+    shelf.keep("name", _compiled())
+    run = stored.load("name", BUILD, 0)
+    tensor, matrix = torch.zeros(4), torch.zeros(96, 64, dtype=torch.bfloat16)
+
+    def made(base, shape, strides):
+        run(1, [tensor, Descriptor(base, shape, strides, [64, 64]), None, 1, 0.5])
+        return launched["maps"]
+
+    assert [made(matrix, [96, 64], [64, 1]) for _ in range(3)] == [1, 1, 1]
+    assert made(matrix, [48, 64], [64, 1]) == 2 and launched["map"][3] == [64, 48]
+    assert made(matrix, [48, 64], [128, 1]) == 3 and launched["map"][4] == 256
+    assert made(matrix[8:], [48, 64], [128, 1]) == 4 and launched["map"][2] == matrix[8:].data_ptr()
+    for n in range(2 * stored._MOST_MAPS):
+        made(matrix, [n + 1, 64], [64, 1])
+    assert len(run.known) <= stored._MOST_MAPS
+
+
+@pytest.mark.parametrize("change", [{}, {"profile_scratch_size": 8}])
+def test_hopper_launches_without_triton_s_own_launcher_where_it_can(launched, monkeypatch, change):
+    from tilewise.backends.hopper import compile as hopper
+
+    others = []
+    made = _compiled(**change)
+    if change:
+        made.run, made.function, made.packed_metadata = lambda *values: others.append(values[:2]), 6, None
+    monkeypatch.setattr(hopper, "compile_gluon", lambda kernel, build: made)
+    run = hopper.GluonLauncher(SimpleNamespace(arg_names="abcdef"), BUILD, 0)
+    matrix = Descriptor(torch.zeros(64, 64, dtype=torch.bfloat16), [64, 64], [64, 1], [64, 64])
+    run(3, [torch.zeros(4), matrix, None, 1, 0.5])
+    assert others == ([(3, 1)] if change else [])
+    assert launched.get("grid") == (None if change else (3, 1, 128, 98360))
+    assert run.function == (6 if change else 5)
 
 
 def test_a_kernel_with_other_parameters_is_compiled_anew(here, launched):

@@ -1,7 +1,8 @@
-"""Compiling a Gluon kernel for given types, no number specialised; the launcher is the Triton backend's."""
+"""Compiling a Gluon kernel for given types, no number specialised, and launching it through the driver."""
 
 from __future__ import annotations
 
+import functools
 import gc
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise.backends.hopper.reading import quick_reading
-from tilewise.backends.triton import compiler_digest
+from tilewise.backends.triton import compiler_digest, stored
 from tilewise.backends.triton.compile import POINTERS, Build, Launcher
 
 if TYPE_CHECKING:
@@ -23,6 +24,11 @@ def descriptor_type(dtype: torch.dtype, block: Sequence[int]) -> str:
 
 def shared_layout(dtype: torch.dtype, block: Sequence[int]) -> Any:
     """The layout of a descriptor's tiles in shared memory."""
+    return _shared_layout(dtype, tuple(block))
+
+
+@functools.lru_cache(maxsize=256)
+def _shared_layout(dtype: torch.dtype, block: tuple[int, ...]) -> Any:
     from triton.experimental.gluon import language as gl
 
     kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
@@ -43,12 +49,14 @@ def uncollected() -> Iterator[None]:
 
 
 def compile_gluon(kernel: Any, build: Build, target: Any = None) -> Any:
-    """The compiled kernel, from Triton's cache if it is there; target: a GPUTarget, by default the current device.
+    """The compiled kernel, from Triton's cache if it is there; target: a GPUTarget, by default compute capability 9.0,
+    the only one that these kernels are for: to ask Triton for the device has it compile its own driver in C.
 
     build: as for `tilewise.backends.triton.compile.compile_kernel`; `registers` is the limit at the kernel's start,
     from which the partitions take theirs.
     """
     import triton
+    from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
     names = kernel.arg_names
@@ -66,17 +74,32 @@ def compile_gluon(kernel: Any, build: Build, target: Any = None) -> Any:
     compiler_digest.recall()
     source = GluonASTSource(kernel, signature, values, attributes)
     with uncollected(), quick_reading():
-        return triton.compile(source, target=target, options=options)
+        return triton.compile(source, target=target or GPUTarget("cuda", 90, 32), options=options)
 
 
 class GluonLauncher(Launcher):
-    """A compiled Gluon kernel on one device."""
+    """A compiled Gluon kernel on one device.
+
+    It is launched as kernels are that an earlier process kept, and by Triton's launcher where that cannot be: to make
+    that one compiles a file in C.
+    """
 
     def __init__(self, kernel: Any, build: Build, device: int) -> None:
+        self.compiled = compile_gluon(kernel, build)
+        self.device, self.types = device, build.types
+        self.stored = stored.of(self.compiled, build, device)
+        if self.stored is not None:
+            self.function = self.stored.function
+            return
         with torch.cuda.device(device):
-            self.compiled = compile_gluon(kernel, build)
             self.run = self.compiled.run
         self.function = self.compiled.function
         self.metadata = self.compiled.packed_metadata
-        self.device, self.types = device, build.types
         self.rest = (None,) * (len(kernel.arg_names) - len(build.types))
+
+    def __call__(self, grid: int, values: Sequence[object], grid_y: int = 1) -> None:
+        """Launch on the device's current stream; tensors may be given as addresses."""
+        if self.stored is not None:
+            self.stored(grid, values, grid_y)
+        else:
+            super().__call__(grid, values, grid_y)

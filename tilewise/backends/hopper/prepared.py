@@ -18,7 +18,7 @@ import torch
 from tilewise.backends.hopper.counters import UNREAD, counter, is_capturing, places
 from tilewise.backends.hopper.descriptors import DESCRIPTORS, descriptors
 from tilewise.backends.hopper.launch_forward import AT, FORWARD, Recipe, forward, lists_of, make_recipe
-from tilewise.backends.triton import direct
+from tilewise.backends.triton import direct, shelf, stored
 from tilewise.backends.triton import launch_forward as low
 from tilewise.config import config
 from tilewise.problem import empty_in_order
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tilewise.problem import Inputs, Problem
 
 _MAP = 128
-"""Bytes of a tensor map, and of the head of the object that holds one."""
+"""Bytes of a tensor map."""
 
 # Looked up once: a call of this kind takes microseconds. Builds of torch without CUDA lack them.
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
@@ -79,22 +79,19 @@ def _agrees(found: Prepared, problem: Problem, inputs: Inputs) -> bool:
     )
 
 
-def encoded(descriptor: Any, meta: Any, shift: int = 0) -> bytes:
-    """The tensor map of a descriptor, or of one whose tensor lies `shift` bytes further."""
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
+def encoded(descriptor: Any, facts: Any, shift: int = 0) -> bytes:
+    """The tensor map of a descriptor, or of one whose tensor lies `shift` bytes further; facts: see `shelf.Kept`."""
     address = descriptor.base.data_ptr() + shift
     base = SimpleNamespace(data_ptr=lambda: address)
     alike = SimpleNamespace(
         base=base, shape=descriptor.shape, strides=descriptor.strides, padding=descriptor.padding
     )
-    held = make_tensordesc_arg(alike, meta)[0]
-    return ctypes.string_at(id(held) + _MAP, _MAP)
+    return stored.encoded(alike, facts)
 
 
-def address_at(descriptor: Any, meta: Any) -> int:
+def address_at(descriptor: Any, facts: Any) -> int:
     """Where in a tensor map the tensor's address stands.  Raises ValueError if that is not 8 bytes by themselves."""
-    first, second = encoded(descriptor, meta), encoded(descriptor, meta, 1 << 20)
+    first, second = encoded(descriptor, facts), encoded(descriptor, facts, 1 << 20)
     address = descriptor.base.data_ptr()
     at = first.find(address.to_bytes(8, "little"))
     if (
@@ -128,7 +125,10 @@ class MapsDirect:
     def __init__(self, launcher: Any, types: Sequence[str], values: Sequence[Any], grid: int) -> None:
         """Raises ValueError if the kernel cannot be launched this way."""
         compiled = launcher.compiled
-        metas = iter(compiled.metadata.tensordesc_meta)
+        maps = shelf.maps_of(compiled.metadata.tensordesc_meta)
+        if maps is None:
+            raise ValueError("a descriptor that Triton takes apart")
+        facts = iter(maps)
         fields: list[tuple[int, int, bytes]] = []
         offset = 0
         self.slots: dict[int, int] = {}
@@ -145,8 +145,8 @@ class MapsDirect:
             if kind == "constexpr":
                 continue
             if kind.startswith("tensordesc"):
-                meta = next(metas)
-                self.maps[n] = (add(_MAP, 64, encoded(value, meta)) + address_at(value, meta)) // 8
+                of = next(facts)
+                self.maps[n] = (add(_MAP, 64, encoded(value, of)) + address_at(value, of)) // 8
                 for x in value.shape:
                     add(4, 4, bytes(ctypes.c_int32(x)))
                 for x in value.strides:
@@ -172,7 +172,7 @@ class MapsDirect:
             template[at : at + size] = content
         self.template = bytes(template)
         self.free: list[Block] = []
-        self.function = ctypes.c_void_p(compiled.function)
+        self.function = ctypes.c_void_p(launcher.function)
         self.shape = (32 * compiled.metadata.num_warps, compiled.metadata.shared, False)
         self.grid, self.launch = grid, direct._driver()
 

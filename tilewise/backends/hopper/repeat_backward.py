@@ -85,7 +85,7 @@ class Launch(NamedTuple):
     words: tuple[tuple[int, int, int], ...]
 
     def ordinary(self, addresses: Sequence[int]) -> None:
-        """By Triton's launcher."""
+        """As any call is launched."""
         values = self.values.copy()
         for n, at, offset in self.tensors:
             values[n] = addresses[at] + offset
@@ -258,7 +258,7 @@ class Tape:
         return found
 
     def ordinary(self, given: Sequence[Tensor | None], starts: list[int]) -> list[Tensor]:
-        """By Triton's launcher."""
+        """As any call is launched."""
         made, room = self.gradients(given), torch.empty_like(self.room_like)
         for at, dtype, count, number in self.filled:
             room[at : at + count * dtype.itemsize].view(dtype).fill_(number)

@@ -129,7 +129,7 @@ class Direct:
         self.template = template.raw
         self.free: list[_Block] = []
         compiled = launcher.compiled
-        self.device, self.function = launcher.device, ctypes.c_void_p(compiled.function)
+        self.device, self.function = launcher.device, ctypes.c_void_p(launcher.function)
         metadata = compiled.metadata
         early = bool(getattr(metadata, "launch_pdl", False))
         self.shape = (32 * metadata.num_warps, metadata.shared, early)

@@ -117,7 +117,7 @@ def find(name: str) -> Kept | None:
 
 def keep(name: str, compiled: Any) -> None:
     """Keep what Triton compiled, unless it wants memory of its own or several blocks that work together."""
-    kept = _kept(compiled)
+    kept = kept_of(compiled)
     if kept is None:
         return
     head = kept._asdict()
@@ -131,7 +131,8 @@ def keep(name: str, compiled: Any) -> None:
         os.replace(temporary, folder() / name)
 
 
-def _kept(compiled: Any) -> Kept | None:
+def kept_of(compiled: Any) -> Kept | None:
+    """What a launch needs of what Triton compiled; None for a kernel that `keep` does not keep."""
     about = compiled.metadata
     plain = not any(
         getattr(about, name, 0)
@@ -144,14 +145,14 @@ def _kept(compiled: Any) -> Kept | None:
         return None
     if not plain or entry is None or getattr(about, "num_ctas", 1) != 1:
         return None
-    maps = _maps(getattr(about, "tensordesc_meta", None) or ())
+    maps = maps_of(getattr(about, "tensordesc_meta", None) or ())
     if maps is None:
         return None
     early = bool(getattr(about, "launch_pdl", False))
     return Kept(about.name, about.shared, about.num_warps, early, entry[0], maps, binary)
 
 
-def _maps(metas: Any) -> tuple[tuple[int, int, int, tuple[int, ...]], ...] | None:
+def maps_of(metas: Any) -> tuple[tuple[int, int, int, tuple[int, ...]], ...] | None:
     """The descriptors' facts; None where Triton takes them apart itself."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST as NUMBERS
 

@@ -1,4 +1,6 @@
-"""Launching a kernel that `shelf` has kept: through the CUDA driver, without Triton.
+"""Launching a kernel that `shelf` has kept, or that was compiled just now: through the CUDA driver, without Triton.
+
+Triton's own launcher is a file in C for each kind of arguments, whose compilation takes half a second of a first call.
 
 Each argument is given by its address: where the kernel wants them is the driver's business, since tensor maps are
 aligned in a way of their own. Their number and sizes are held against the kernel's parameter list when it is loaded. A
@@ -31,6 +33,7 @@ _SHARED_LIMIT, _OPTIN, _PREFER_SHARED, _STATIC = 8, 97, 1, 1
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
 CU_FUNC_CACHE_PREFER_SHARED, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES"""
 _ORDINARY_SHARED = 49152
+_MOST_MAPS = 256
 _PROMOTION = 2
 """CU_TENSOR_MAP_L2_PROMOTION_L2_128B"""
 
@@ -51,6 +54,17 @@ def load(name: str, build: Build, device: int) -> Stored | None:
         return None
 
 
+def of(compiled: Any, build: Build, device: int) -> Stored | None:
+    """A launcher of what Triton compiled; None where only Triton's own can launch it."""
+    kept = shelf.kept_of(compiled)
+    if kept is None or _driver() is None:
+        return None
+    try:
+        return Stored(kept, build, device)
+    except (RuntimeError, ValueError, AttributeError):
+        return None
+
+
 class Stored(Launcher):
     """A kept kernel on one device."""
 
@@ -60,6 +74,7 @@ class Stored(Launcher):
         self.present = tuple(n for n, kind in enumerate(build.types) if kind != "constexpr")
         self.layout, self.places = _layout(self.kinds, kept)
         self.free: list[tuple[Any, Any, Any]] = []
+        self.known: dict[tuple[object, ...], bytes] = {}
         self.maps, self.device = kept.maps, device
         with torch.cuda.device(device):
             self.function = _function(kept, device)
@@ -80,7 +95,7 @@ class Stored(Launcher):
             if kind[0] == "*":
                 flat.append(value.data_ptr() if isinstance(value, torch.Tensor) else value)
             elif kind[0] == "t":
-                flat += (encoded(value, next(maps)), *value.shape, *value.strides)
+                flat += (self._map(value, next(maps)), *value.shape, *value.strides)
             else:
                 flat.append(value)
         block, places, config = self._block()
@@ -94,6 +109,18 @@ class Stored(Launcher):
                 error = self.launch(ctypes.byref(config), self.handle, places, None)
         self.free.append((block, places, config))
         _check(error, "the driver refused a launch")
+
+    def _map(self, descriptor: Any, facts: tuple[int, int, int, tuple[int, ...]]) -> bytes:
+        """The tensor map of a descriptor, which depends on numbers alone."""
+        key = (
+            descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides, descriptor.padding, facts,
+        )  # fmt: skip
+        found = self.known.get(key)
+        if found is None:
+            if len(self.known) >= _MOST_MAPS:
+                self.known.clear()
+            found = self.known[key] = encoded(descriptor, facts)
+        return found
 
     def _block(self) -> tuple[Any, Any, Any]:
         """Room for the arguments, the addresses in it, and a launch; the driver has read them when a launch returns."""
