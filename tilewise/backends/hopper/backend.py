@@ -79,7 +79,7 @@ class Hopper:
         if problem.needs_grad:
             from tilewise.backends.hopper.backward_tiles import describe_backward, workspace_bytes
 
-            workspace = max(workspace, workspace_bytes(problem))
+            workspace = max(workspace, workspace_bytes(problem, machine.sms))
             notes += (describe_backward(problem),)
         return Schedule(
             plan.tiles.rows, plan.tiles.block_n, "row tiles in parallel, keys inner, last keys first", plan.splits,

@@ -51,7 +51,7 @@ def early_producer(
         n, t = produce(
             t, n, 0, (ti & 1) * FIELDS, descs, room, slots, signals, kv_empty, (ti & 1) ^ 1, counter_ptr, sizes, tables,
             offsets, data, 64, 64, NC, NV, W, ST, HAS_MASK, VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, False,
-            True)  # fmt: skip
+            True, False, (0, 0, 0), False)  # fmt: skip
         t += gl.num_programs(0)
         ti += 1
     mbarrier.wait(kv_empty, (ti & 1) ^ 1)

@@ -19,12 +19,12 @@ HALVES = Entry(
     "halves", "tilewise.backends.hopper.backward_kernel", "halves_program",
     (
         *_TENSORS, "dq_desc", "sums_desc", "dq_ptr", "marks_ptr", "counter_ptr", "turns_ptr", "clear_ptr", "done_ptr",
-        "taken_ptr", *_NUMBERS, "lead", "lag", *_LAST,
+        "taken_ptr", "parts_ptr", "said_ptr", *_NUMBERS, "lead", "lag", "first", "span", "ranges", *_LAST,
     ),
     (),
     (
         "HAS_MASK", "HAS_TERMS", "BM", "D", "D2", "ST", "KV", *_FLAGS, "ADD", "ORDER", "WORKER", "LOADER", "AHEAD",
-        "BULK",
+        "BULK", "SPLIT",
     ),
 )  # fmt: skip
 ROLES = Entry(

@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )  # fmt: skip
 
+from tilewise.backends.hopper.backward_first_shared import half_seen, nothing_seen
 from tilewise.backends.hopper.backward_rings import (
     ENTRY,
     FIELDS,
@@ -47,6 +48,7 @@ from tilewise.backends.hopper.backward_rings import (
     wait_for,
 )  # fmt: skip
 from tilewise.backends.hopper.backward_shared import keys_before, produce, weights
+from tilewise.backends.hopper.backward_split import SECOND, share_sums
 from tilewise.backends.hopper.backward_sums import (
     add_in_turn,
     await_clear,
@@ -59,28 +61,30 @@ from tilewise.backends.hopper.rings import barriers, put, slots_of
 
 @gluon.jit
 def halves_producer(
-    counter_ptr, shared, descs, room, slots, signals, kv_empty, sizes, tables, offsets, data, BM: gl.constexpr,
+    counter_ptr, shared, descs, room, slots, signals, kv_empty, sizes, split, tables, offsets, data, BM: gl.constexpr,
     D: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr, HAS_MASK: gl.constexpr, VARLEN: gl.constexpr,
     USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr, ORDER: gl.constexpr,
-    AHEAD: gl.constexpr,
+    AHEAD: gl.constexpr, SPLIT: gl.constexpr, SKIP: gl.constexpr,
 ):  # fmt: skip
     """One warp: draws tiles of keys until none is left. A number below 0 of row tiles says that there is none."""
     n, ti = 0, 0
     kv_full = signals[0]
     total = tiles_of(sizes, VARLEN)
+    if SPLIT:
+        total = split[0] + split[2]
     t = gl.program_id(0)
     drawn = gl.num_programs(0)
-    if ORDER or AHEAD:
+    if ORDER or AHEAD or SPLIT:
         # A tile waits for those before it: programs that run have drawn them all, however few run at once.
         t = gl.atomic_add(counter_ptr, 1, sem="relaxed")
         drawn = 0
-    while t < total:
+    while (t % SECOND if SPLIT else t) < total:
         if AHEAD:
             await_clear(t, shared, sizes)
         n, t = produce(
             t, n, ti % KV, (ti & 1) * FIELDS, descs, room, slots, signals, kv_empty.index(ti % KV),
             ((ti // KV) & 1) ^ 1, counter_ptr, sizes, tables, offsets, data, BM, 128, 1, 1, D, ST, HAS_MASK, VARLEN,
-            USED_Q, USED_K, Q_OFFSET, K_OFFSET, ORDER, True)  # fmt: skip
+            USED_Q, USED_K, Q_OFFSET, K_OFFSET, ORDER, True, SPLIT, split, SKIP)  # fmt: skip
         t += drawn
         ti += 1
     mbarrier.wait(kv_empty.index(ti % KV), ((ti // KV) & 1) ^ 1)
@@ -127,6 +131,7 @@ def keeper(
         for it in range(n, n + count):
             while turn_at(place) != before:
                 pass
+            put(entry_s, (it % RING) * ENTRY + 3, before)
             mbarrier.arrive(turn, count=1)
             place_ahead, before_ahead = place, before
             if it + 1 < n + count:
@@ -157,9 +162,9 @@ def sums_keeper(
 @gluon.jit
 def half(
     w: gl.constexpr, dk_out, dv_out, dq_desc, target, out_s, marks_ptr, room, ds_s, slots, signals, turns, sizes,
-    scale, data, BM: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr,
+    parts, scale, data, BM: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr,
     HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr, VARLEN: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr,
-    AHEAD: gl.constexpr, BULK: gl.constexpr,
+    AHEAD: gl.constexpr, BULK: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 of 128 keys, and half of the columns of dq."""
     _, _, k_s, v_s, _, _ = room
@@ -193,6 +198,10 @@ def half(
         row = number(about_s, at + 5) + j0 + w * 64
         left = number(about_s, at + 4) - (j0 + w * 64)
         tb = 0 if VARLEN else b
+        if SPLIT:
+            opens = number(about_s, at + 12)
+            dk, dv = share_sums(dk, dv, w, number(about_s, at + 11), opens, parts, D, D1, D2)
+            left = gl.where(opens < 0, 0, left)
         stage, stage_s = kv * 2 + w, v_s
         if BULK:
             # dk and dv leave from a place of their own, so that the next keys come meanwhile.
@@ -202,26 +211,26 @@ def half(
                 dq = last_slopes(w, n, kv, k_s, ds_s, ds_full, BM, D, NQ, WQ, QL)
                 if not BULK:
                     # dv leaves meanwhile.
-                    store_parts(dv_out, dv, 1.0, stage_s, stage, tb, g, row, left, D1, D2, VARLEN)
+                    store_parts(dv_out, dv, 1.0, stage_s, stage, tb, g, row, left, D1, D2, VARLEN, SPLIT)
                 dq = warpgroup_mma_wait(0, deps=(dq,))
                 if BULK:
                     mbarrier.arrive(kv_empty.index(0), count=1)
-                add_in_turn(target, dq, n - 1, w, slots[1], turns, NQ, WQ, ORDER, BULK)
+                add_in_turn(target, dq, n - 1, w, slots[1], turns, NQ, WQ, ORDER, BULK, D2 == 0)
                 if BULK:
                     tma.store_wait(0)
-                    store_parts(dv_out, dv, 1.0, stage_s, stage, tb, g, row, left, D1, D2, VARLEN)
+                    store_parts(dv_out, dv, 1.0, stage_s, stage, tb, g, row, left, D1, D2, VARLEN, SPLIT)
             else:
                 if BULK:
                     mbarrier.arrive(kv_empty.index(0), count=1)
                     tma.store_wait(0)
-                store_parts(dv_out, dv, 1.0, stage_s, stage, tb, g, row, left, D1, D2, VARLEN)
+                store_parts(dv_out, dv, 1.0, stage_s, stage, tb, g, row, left, D1, D2, VARLEN, SPLIT)
         else:
-            store_parts(dv_out, dv, 1.0, stage_s, stage, tb, g, row, left, D1, D2, VARLEN)
+            store_parts(dv_out, dv, 1.0, stage_s, stage, tb, g, row, left, D1, D2, VARLEN, SPLIT)
         if AHEAD:
             mbarrier.arrive(turns[1], count=1)
         note(marks_ptr, part_sums(dk, D2) + part_sums(dv, D2), b, g * group, group, heads, batch)
         tma.store_wait(0)
-        store_parts(dk_out, dk, scale, stage_s, stage, tb, g, row, left, D1, D2, VARLEN)
+        store_parts(dk_out, dk, scale, stage_s, stage, tb, g, row, left, D1, D2, VARLEN, SPLIT)
         if AHEAD:
             leave_rows(
                 w, sums, found, taken, n, dq_desc, dq_ptr, marks_ptr, ds_s, q_empty, sizes, scale, BM, ST)  # fmt: skip
@@ -253,18 +262,9 @@ def keys_of(k, w: gl.constexpr, BM: gl.constexpr, NQ: gl.constexpr, WQ: gl.const
 
 @gluon.jit
 def last_slopes(
-    w: gl.constexpr,
-    n,
-    kv,
-    k_s,
-    ds_s,
-    ds_full,
-    BM: gl.constexpr,
-    D: gl.constexpr,
-    NQ: gl.constexpr,
-    WQ: gl.constexpr,
-    QL: gl.constexpr,
-):
+    w: gl.constexpr, n, kv, k_s, ds_s, ds_full, BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr,
+    WQ: gl.constexpr, QL: gl.constexpr,
+):  # fmt: skip
     """Issue dq of the last tile of rows, number n - 1."""
     last = n - 1
     mbarrier.wait(ds_full.index(last & 1), (last >> 1) & 1)
@@ -344,7 +344,7 @@ def step(
     if ADD:
         dq = warpgroup_mma_wait(2 * LATER, deps=(dq,))
         if it > n0:
-            add_in_turn(target, dq, last, w, entry_s, turns, NQ, WQ, ORDER, BULK)
+            add_in_turn(target, dq, last, w, entry_s, turns, NQ, WQ, ORDER, BULK, D2 == 0)
     if D2 == 0:
         first, s = warpgroup_mma_wait(0, deps=(dk[0], s))
         dk = (first,)
@@ -366,7 +366,7 @@ def walk(
     dq of a tile of rows is made when the next is folded, so that no half waits for the other."""
     q_s, _, k_s, _, _, _ = room
     about_s, _ = slots
-    _, kv_empty, q_full, _, _, _ = signals
+    _, kv_empty, q_full, q_empty, _, ds_full = signals
     D1: gl.constexpr = 64 if D2 > 0 else D
     SL: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
@@ -385,18 +385,31 @@ def walk(
         dk = dk + (gl.zeros([64, D2], gl.float32, L2),)
         dv = dv + (gl.zeros([64, D2], gl.float32, L2),)
     kw = k_s.index(kv).reshape([128, D]).slice(w * 64, 64, 0)
-    mbarrier.wait(q_full.index(n0 % ST), (n0 // ST) & 1, pred=count > 0)
-    s = product_over(kw, q_s.index(n0 % ST).reshape([BM, D]), gl.zeros([64, BM], gl.float32, SL), D1, D2)
+    begin = n0
+    if w == 1 and HAS_MASK and ADD and not ORDER and not BULK:
+        # What the second half does not see of the first row tile it leaves to the other one; of long walks, whose
+        # kernels spill more with it, that is little.
+        begin = n0 + number(about_s, at + 13)
+        if begin > n0:
+            # Rows of dq may still be on their way from where zeros and dS go (`leave_rows`).
+            tma.store_wait(0)
+            if BM == 64:
+                nothing_seen(n0, ds_s, q_empty, ds_full, ST)
+            else:
+                dk, dv = half_seen(
+                    n0, kv, at, room, ds_s, slots, signals, scale, data, D, ST, HAS_MASK, HAS_TERMS)  # fmt: skip
+    mbarrier.wait(q_full.index(begin % ST), (begin // ST) & 1, pred=begin < n0 + count)
+    s = product_over(kw, q_s.index(begin % ST).reshape([BM, D]), gl.zeros([64, BM], gl.float32, SL), D1, D2)
     if KV > 1:
         # Gradients of the keys before these have left by now.
         tma.store_wait(0)
         mbarrier.arrive(kv_empty.index((ti + KV - 1) % KV), count=1, pred=ti > 0)
     s = warpgroup_mma_wait(0, deps=(s,))
-    split = n0
+    split = begin
     if CUT:
         # Pairs may be hidden in the first row tiles only: the others are walked without a branch.
         split = n0 + number(about_s, at + 9)
-        for it in range(n0, split):
+        for it in range(begin, split):
             dk, dv, s = step(
                 w, it, n0, count, kv, at, dk, dv, s, target, room, ds_s, slots, signals, turns, scale, data, BM, D, D2,
                 ST, HAS_MASK, HAS_TERMS, True, ADD, ORDER, BULK)  # fmt: skip
@@ -410,18 +423,19 @@ def walk(
 @gluon.jit
 def halves_program(
     q_desc, do_desc, k_desc, v_desc, m_desc, delta_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, dq_desc, sums_desc, dq_ptr,
-    marks_ptr, counter_ptr, turns_ptr, clear_ptr, done_ptr, taken_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr,
-    used_q_ptr, used_k_ptr, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, batch, heads, group, seqlen_q, seqlen_k, row_tiles,
-    key_tiles, swizzle, lead, lag, q_offset, k_offset, size_d, size_dv, scale, data, HAS_MASK: gl.constexpr,
-    HAS_TERMS: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, D2: gl.constexpr, ST: gl.constexpr, KV: gl.constexpr,
-    VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr,
-    ADD: gl.constexpr, ORDER: gl.constexpr, WORKER: gl.constexpr, LOADER: gl.constexpr, AHEAD: gl.constexpr,
-    BULK: gl.constexpr,
+    marks_ptr, counter_ptr, turns_ptr, clear_ptr, done_ptr, taken_ptr, parts_ptr, said_ptr, q_offset_ptr, k_offset_ptr,
+    cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, batch, heads, group, seqlen_q,
+    seqlen_k, row_tiles, key_tiles, swizzle, lead, lag, first, span, ranges, q_offset, k_offset, size_d, size_dv, scale,
+    data, HAS_MASK: gl.constexpr, HAS_TERMS: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, D2: gl.constexpr,
+    ST: gl.constexpr, KV: gl.constexpr, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr,
+    Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr, ADD: gl.constexpr, ORDER: gl.constexpr, WORKER: gl.constexpr,
+    LOADER: gl.constexpr, AHEAD: gl.constexpr, BULK: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Two halves of 128 keys, and the producer. BM: rows of a tile. D2: 0, or of 64 + D2 columns those after the
     first 64. KV: tiles of keys in shared memory. WORKER, LOADER: registers of a thread of each. ORDER: additions to
     dq in a fixed order; turns_ptr: whose turn it is, a number below which all tiles of keys have added to a row tile.
-    AHEAD: dq's sums are cleared and collected on the way (`backward_sums`). BULK: the copy engine adds to them."""
+    AHEAD: dq's sums are cleared and collected on the way (`backward_sums`). BULK: the copy engine adds to them. SPLIT:
+    the last tiles are cut (`backward_split`)."""
     dt: gl.constexpr = q_desc.dtype
     q_s = gl.allocate_shared_memory(dt, [ST, 1, 1, BM, D], q_desc.layout)
     do_s = gl.allocate_shared_memory(dt, [ST, 1, 1, BM, D], do_desc.layout)
@@ -451,29 +465,32 @@ def halves_program(
     loads = (kv_full, q_full, q_empty, do_full, q_empty)
     target = (sums_desc, dq_ptr, dq_s)
     shared = (dq_ptr, clear_ptr, done_ptr, taken_ptr, lead, lag)
+    parts = (parts_ptr, said_ptr)
     # Constants survive in a tuple only where it is written inside the call.
     if ORDER or AHEAD:
         gl.warp_specialize([
             (half, (
-                0, dk_out, dv_out, dq_desc, target, out_s, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale,
-                data, BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD, BULK)),
+                0, dk_out, dv_out, dq_desc, target, out_s, marks_ptr, room, ds_s, slots, signals, turns, sizes, parts,
+                scale, data, BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD, BULK, SPLIT)),
             (half, (
-                1, dk_out, dv_out, dq_desc, target, out_s, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale,
-                data, BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD, BULK)),
+                1, dk_out, dv_out, dq_desc, target, out_s, marks_ptr, room, ds_s, slots, signals, turns, sizes, parts,
+                scale, data, BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD, BULK, SPLIT)),
             (halves_producer, (
-                counter_ptr, shared, descs, room, slots, loads, kv_empty, sizes, tables, offsets, data, BM, D, ST, KV,
-                HAS_MASK, VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, ORDER, AHEAD)),
+                counter_ptr, shared, descs, room, slots, loads, kv_empty, sizes, (first, span, ranges), tables,
+                offsets, data, BM, D, ST, KV, HAS_MASK, VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, ORDER, AHEAD,
+                SPLIT, HAS_MASK and ADD and not ORDER and not BULK)),
             (sums_keeper, (turns_ptr, shared, slots, signals, turns, sizes, data, BM, D, KV, HAS_MASK, ORDER)),
         ], [4, 1, 1], [WORKER, LOADER, LOADER])  # fmt: skip
     else:
         gl.warp_specialize([
             (half, (
-                0, dk_out, dv_out, dq_desc, target, out_s, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale,
-                data, BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD, BULK)),
+                0, dk_out, dv_out, dq_desc, target, out_s, marks_ptr, room, ds_s, slots, signals, turns, sizes, parts,
+                scale, data, BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD, BULK, SPLIT)),
             (half, (
-                1, dk_out, dv_out, dq_desc, target, out_s, marks_ptr, room, ds_s, slots, signals, turns, sizes, scale,
-                data, BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD, BULK)),
+                1, dk_out, dv_out, dq_desc, target, out_s, marks_ptr, room, ds_s, slots, signals, turns, sizes, parts,
+                scale, data, BM, D, D2, ST, KV, HAS_MASK, HAS_TERMS, VARLEN, ADD, ORDER, AHEAD, BULK, SPLIT)),
             (halves_producer, (
-                counter_ptr, shared, descs, room, slots, loads, kv_empty, sizes, tables, offsets, data, BM, D, ST, KV,
-                HAS_MASK, VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, ORDER, AHEAD)),
+                counter_ptr, shared, descs, room, slots, loads, kv_empty, sizes, (first, span, ranges), tables,
+                offsets, data, BM, D, ST, KV, HAS_MASK, VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, ORDER, AHEAD,
+                SPLIT, HAS_MASK and ADD and not ORDER and not BULK)),
         ], [4, 1], [WORKER, LOADER])  # fmt: skip

@@ -127,18 +127,19 @@ def fill_tile(
 
 @triton.jit
 def collect_rows(
-    sums_ptr, dq_ptr, marks_ptr, taken_ptr, cu_q_ptr, used_q_ptr, dq_b, dq_h, dq_n, batch, heads, seqlen_q, row_tiles,
-    size_d, first, unit_rows, shares, scale, VARLEN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr,
+    sums_ptr, dq_ptr, marks_ptr, taken_ptr, turns_ptr, cu_q_ptr, used_q_ptr, dq_b, dq_h, dq_n, batch, heads, seqlen_q,
+    row_tiles, size_d, first, unit_rows, shares, scale, VARLEN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr,
     WIDTH: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """See the header. Strides of dq are in units of 8 elements; EVEN: all columns are dq's. Program x collects tile
     first + x; those after them see to SHARES shares each of the tiles before `first` that the main kernel did not take:
-    `shares` shares of each unit of `unit_rows` tiles."""
+    `shares` shares of each unit of `unit_rows` tiles. turns_ptr: whose turn it is; where that is 0, nobody wrote
+    sums."""
     at = first + tl.program_id(0)
     if taken_ptr is None:
         collect_tile(
-            at, sums_ptr, dq_ptr, marks_ptr, cu_q_ptr, used_q_ptr, dq_b, dq_h, dq_n, batch, heads, seqlen_q, row_tiles,
-            size_d, scale, VARLEN, BM, PARTS, WIDTH, EVEN)  # fmt: skip
+            at, sums_ptr, dq_ptr, marks_ptr, turns_ptr, cu_q_ptr, used_q_ptr, dq_b, dq_h, dq_n, batch, heads, seqlen_q,
+            row_tiles, size_d, scale, VARLEN, BM, PARTS, WIDTH, EVEN)  # fmt: skip
     else:
         total = row_tiles * heads * (1 if VARLEN else batch)
         own = at < total
@@ -169,14 +170,14 @@ def collect_rows(
                         b = a
             for r in range(a, b):
                 collect_tile(
-                    r, sums_ptr, dq_ptr, marks_ptr, cu_q_ptr, used_q_ptr, dq_b, dq_h, dq_n, batch, heads, seqlen_q,
-                    row_tiles, size_d, scale, VARLEN, BM, PARTS, WIDTH, EVEN)  # fmt: skip
+                    r, sums_ptr, dq_ptr, marks_ptr, turns_ptr, cu_q_ptr, used_q_ptr, dq_b, dq_h, dq_n, batch, heads,
+                    seqlen_q, row_tiles, size_d, scale, VARLEN, BM, PARTS, WIDTH, EVEN)  # fmt: skip
 
 
 @triton.jit
 def collect_tile(
-    number, sums_ptr, dq_ptr, marks_ptr, cu_q_ptr, used_q_ptr, dq_b, dq_h, dq_n, batch, heads, seqlen_q, row_tiles,
-    size_d, scale, VARLEN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    number, sums_ptr, dq_ptr, marks_ptr, turns_ptr, cu_q_ptr, used_q_ptr, dq_b, dq_h, dq_n, batch, heads, seqlen_q,
+    row_tiles, size_d, scale, VARLEN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
     """One tile of dq. 64 rows of sums are PARTS times 64 x WIDTH, and there are two such parts."""
@@ -184,6 +185,9 @@ def collect_tile(
     at = sums_ptr + tl.cast(number, tl.int64) * (2 * 64 * WIDTH) + tl.arange(0, 64 * WIDTH)
     # They come while it is found whose they are.
     first, second = tl.load(at), tl.load(at + 64 * WIDTH)
+    if turns_ptr is not None:
+        written = tl.load(turns_ptr + number) != 0
+        first, second = tl.where(written, first, 0.0), tl.where(written, second, 0.0)
     b, h, i0, row0, n_q = locate(number, cu_q_ptr, used_q_ptr, batch, heads, seqlen_q, row_tiles, VARLEN, BM)
     wrong = ((first - first) != 0) | ((second - second) != 0)
     base = dq_ptr + (tl.cast(0 if VARLEN else b, tl.int64) * dq_b + tl.cast(h, tl.int64) * dq_h) * 8

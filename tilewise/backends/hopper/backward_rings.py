@@ -15,14 +15,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.backends.hopper.forward_place import owner, sequence
 from tilewise.backends.hopper.names import tma_load, tma_store
 
-FIELDS = gl.constexpr(13)
+FIELDS = gl.constexpr(14)
 """Numbers that tell the others about the program's keys: row tiles to come, b, KV head, first key in the sequence, its
 keys, its first key in the tensor, positions of its first row and key, its rows, and how many of the row tiles come
 first because some of their pairs may be hidden; where dq is collected on the way (`clear_and_collect`), also the
-tile's own number, and the first row tile of which dq is to be collected, and how many they are."""
-ENTRY = gl.constexpr(3)
+tile's own number, and the first row tile of which dq is to be collected, and how many they are; where tiles of keys are
+cut (`backward_split`), in the place of the last two the range, and the first of the tile or a number below 0. At
+last whether no row of the first row tile (of 128, of its first 64) sees a key behind the first 64."""
+ENTRY = gl.constexpr(4)
 """Numbers that go with each row tile: its number in its head times 4, plus 2 if PARTIAL; its number among all; its
-head."""
+head; where additions have an order, 0 if nobody has added to it yet."""
 RING = gl.constexpr(4)
 """Row tiles that may be told about at once: more than there are stages."""
 
@@ -259,8 +261,8 @@ def part_sums(sums, D2: gl.constexpr):
 
 @gluon.jit
 def store_parts(out, sums, factor, stage, first, b, h, row, rows_left, D1: gl.constexpr, D2: gl.constexpr,
-                CUT: gl.constexpr):  # fmt: skip
-    """64 rows of a tile in one or two parts to memory, as `store_chunks`."""
+                CUT: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+    """64 rows of a tile in one or two parts to memory, as `store_chunks`. SPLIT: all, or none if rows_left is 0."""
     if CUT:
         if rows_left >= 64:
             store_whole(out, sums, factor, stage, first, b, h, row, D1, D2)
@@ -268,6 +270,9 @@ def store_parts(out, sums, factor, stage, first, b, h, row, rows_left, D1: gl.co
             store_part(out, sums[0], factor, b, h, row, rows_left, 0)
             if D2 > 0:
                 store_part(out, sums[1], factor, b, h, row, rows_left, D1)
+    elif SPLIT:
+        if rows_left > 0:
+            store_whole(out, sums, factor, stage, first, b, h, row, D1, D2)
     else:
         store_whole(out, sums, factor, stage, first, b, h, row, D1, D2)
 
@@ -306,6 +311,16 @@ def _add_text(n):
 
 
 @gluon.constexpr_function
+def write_text(n):
+    """Assembler text that writes n floats where `add_fragments` adds them."""
+    text = [
+        f"st.global.cg.v4.f32 [${2 * n}+{2048 * i}], {{${4 * i}, ${4 * i + 1}, ${4 * i + 2}, ${4 * i + 3}}};"
+        for i in range(n // 4)
+    ]
+    return " ".join(["{", *text, "}"])
+
+
+@gluon.constexpr_function
 def add_constraints(n):
     """Of an assembler text with n floats in and out and an address."""
     return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["l"] * n)
@@ -326,6 +341,16 @@ def add_fragments(ptr, x, N: gl.constexpr):
     time: element c of group a of thread t is float (128 a + t) 4 + c. `backward_line_kernels.collect_tile` and
     `backward_sums.read_fragments` read it back."""
     asm: gl.constexpr = _add_text(N)
+    constraints: gl.constexpr = add_constraints(N)
+    gl.inline_asm_elementwise(
+        asm, constraints, [x, fragment_places(ptr, x)], dtype=gl.float32, is_pure=False, pack=N
+    )
+
+
+@gluon.jit
+def write_fragments(ptr, x, N: gl.constexpr):
+    """As `add_fragments`, to memory of which nothing is read."""
+    asm: gl.constexpr = write_text(N)
     constraints: gl.constexpr = add_constraints(N)
     gl.inline_asm_elementwise(
         asm, constraints, [x, fragment_places(ptr, x)], dtype=gl.float32, is_pure=False, pack=N

@@ -41,7 +41,8 @@ def roles_producer(
     """One warp: the program's only tile of keys."""
     produce(
         gl.program_id(0), 0, 0, 0, descs, room, slots, signals, signals[4].index(0), 1, 0, sizes, tables, offsets, data,
-        64, 64, NC, NV, W, ST, HAS_MASK, VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, False, False)  # fmt: skip
+        64, 64, NC, NV, W, ST, HAS_MASK, VARLEN, USED_Q, USED_K, Q_OFFSET, K_OFFSET, False, False,
+        False, (0, 0, 0), False)  # fmt: skip
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.backends.hopper.backward_rings import ENTRY, RING, key_tile, load_chunks, number, same, tiles_of
+from tilewise.backends.hopper.backward_split import SECOND, piece_of
 from tilewise.backends.hopper.forward_place import offset_of
 from tilewise.backends.hopper.names import tma_load
 from tilewise.backends.hopper.plain import classify, derive, keep
@@ -57,11 +58,26 @@ def code_before(u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, dat
 
 
 @gluon.jit
+def later_hidden(code, n_m, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM: gl.constexpr):
+    """1 if row tile `code` is PARTIAL and none of its first 64 rows sees a key from j0 + 64 on, else 0."""
+    unit = code // 4 + gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    member = gl.minimum(unit // n_m, group - 1)
+    i0 = (unit - member * n_m) * BM
+    i1 = gl.minimum(i0 + 64, n_q) - 1
+    h = g * group + member
+    kind = classify(gl.minimum(i0, i1), i1, gl.minimum(j0 + 64, j1), j1, q_offset, k_offset, b, h, h, g, data)
+    # The kind may be one number for all, where the mask reads no row.
+    hidden = ((kind == 0) | (j0 + 64 > j1)) & ((code & 2) != 0) & (unit >= 0)
+    return same(gl.max(hidden.to(gl.int32), 0))
+
+
+@gluon.jit
 def produce(
     t, n0, kv, at, descs, room, slots, signals, free, phase, counter_ptr, sizes, tables, offsets, data,
     BM: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, NV: gl.constexpr, W: gl.constexpr, ST: gl.constexpr,
     HAS_MASK: gl.constexpr, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr,
-    K_OFFSET: gl.constexpr, ORDER: gl.constexpr, DRAW: gl.constexpr,
+    K_OFFSET: gl.constexpr, ORDER: gl.constexpr, DRAW: gl.constexpr, SPLIT: gl.constexpr, split,
+    SKIP: gl.constexpr,
 ):  # fmt: skip
     """One warp: loads tile t of keys into place kv, which is free when `free` is past `phase`, finds its row tiles and
     loads them, and tells the consumers, about the tile in the slots from `at` on; n0 row tiles came before. Returns how
@@ -70,7 +86,12 @@ def produce(
     q_s, do_s, k_s, v_s, m_s, delta_s = room
     about_s, entry_s = slots
     kv_full, q_full, q_empty, do_full, do_empty = signals
-    b, g, n, row0, n_q, key0, n_k, first = key_tile(t, sizes, tables, VARLEN, USED_Q, USED_K, BM, BN)
+    tile = t
+    if SPLIT:
+        rows = gl.cdiv(sizes[3], BM) * sizes[2]
+        left = tiles_of(sizes, VARLEN) - split[0]
+        tile, piece, rows, part, opens, goes_on = piece_of(t, rows, left, split)
+    b, g, n, row0, n_q, key0, n_k, first = key_tile(tile, sizes, tables, VARLEN, USED_Q, USED_K, BM, BN)
     if VARLEN and DRAW:
         # Tiles without keys are nobody's; where none is left, one behind all keys does nothing.
         total = tiles_of(sizes, VARLEN)
@@ -88,6 +109,10 @@ def produce(
     units = gl.where(j0 < n_k, n_m * group, 0)
     cut = (j0 + BN > n_k).to(gl.int32) * 2
     count, partial, start = units, 0, -1
+    if SPLIT:
+        count = gl.where(j0 < n_k, rows, 0)
+        start = piece - 1
+    half = 0
     if HAS_MASK:
         count = 0
         start = units * 4
@@ -96,6 +121,8 @@ def produce(
             count += gl.sum((codes >= 0).to(gl.int32), 0)
             partial += gl.sum(((codes >= 0) & ((codes & 2) != 0)).to(gl.int32), 0)
             start = gl.minimum(start, gl.min(gl.where(codes >= 0, codes, units * 4), 0))
+        if SKIP:
+            half = later_hidden(start, n_m, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM)
         # Scans begin behind what nobody sees.
         start = same(start) // 4 - 1
     count = same(count)
@@ -110,6 +137,11 @@ def produce(
     about = (count, b, g, j0, n_k, key0, q_offset, k_offset, n_q, partial, t)
     for f in gl.static_range(11):
         put(about_s, at + f, about[f])
+    if SKIP:
+        put(about_s, at + 13, gl.where(count > 0, half, 0))
+    if SPLIT:
+        put(about_s, at + 11, part)
+        put(about_s, at + 12, opens)
     tb = 0 if VARLEN else b
     full = kv_full.index(kv)
     mbarrier.expect(full, BN * W * (NC + NV) * 2)
@@ -129,6 +161,10 @@ def produce(
     # The next tile is drawn late: who draws with much to do takes from those that soon have nothing.
     following = t
     last = n0 + gl.maximum(count - 2, 0)
+    if SPLIT:
+        # A range that goes on is its program's.
+        following = t + SECOND
+        last = gl.where(goes_on, -1, last)
     for it in range(n0, n0 + count):
         if DRAW and not ORDER:
             if it == last:
@@ -153,22 +189,22 @@ def produce(
         m = u - member * n_m + turn
         m = gl.where(m >= n_m, m - n_m, m)
         h = g * group + member
-        tile = first + h * row_tiles + m
+        row_tile = first + h * row_tiles + m
         st = it % ST
         full = q_full.index(st)
         mbarrier.wait(q_empty.index(st), ((it // ST) & 1) ^ 1)
         entry = (it % RING) * ENTRY
         put(entry_s, entry, m * 4 + kind)
-        put(entry_s, entry + 1, tile)
+        put(entry_s, entry + 1, row_tile)
         put(entry_s, entry + 2, h)
         mbarrier.expect(full, BM * W * NC * 2 + BM * 4)
         load_chunks(q_desc, q_s, full, tb, h, row0 + m * BM, st * NC, NC, W)
-        tma_load(m_desc, [0, tile * BM], full, m_s.index(st))
+        tma_load(m_desc, [0, row_tile * BM], full, m_s.index(st))
         full = do_full.index(st)
         mbarrier.wait(do_empty.index(st), ((it // ST) & 1) ^ 1)
         mbarrier.expect(full, BM * W * NV * 2 + BM * 4)
         load_chunks(do_desc, do_s, full, tb, h, row0 + m * BM, st * NV, NV, W)
-        tma_load(delta_desc, [0, tile * BM], full, delta_s.index(st))
+        tma_load(delta_desc, [0, row_tile * BM], full, delta_s.index(st))
     if DRAW:
         if ORDER or count == 0:
             following = gl.atomic_add(counter_ptr, 1, sem="relaxed")

@@ -26,6 +26,7 @@ from tilewise.backends.hopper.backward_rings import (
     number,
     number_here,
     turn_at,
+    write_fragments,
 )  # fmt: skip
 from tilewise.backends.hopper.names import tma_reduce_add, tma_store
 from tilewise.backends.hopper.rings import put
@@ -33,9 +34,10 @@ from tilewise.backends.hopper.rings import put
 
 @gluon.jit
 def add_in_turn(target, dq, n, w: gl.constexpr, entry_s, turns, NQ: gl.constexpr, WQ: gl.constexpr,
-                ORDER: gl.constexpr, BULK: gl.constexpr):  # fmt: skip
+                ORDER: gl.constexpr, BULK: gl.constexpr, WHOLE: gl.constexpr):  # fmt: skip
     """Add half of dq of row tile number n to memory: WQ of the NQ columns that there is room for. BULK: by the copy
-    engine, from shared memory, in the same order as from registers."""
+    engine, from shared memory, in the same order as from registers. WHOLE: both halves fill that room, and the first in
+    order writes."""
     sums_desc, dq_ptr, dq_s = target
     tile = number(entry_s, (n % RING) * ENTRY + 1)
     if BULK:
@@ -50,11 +52,20 @@ def add_in_turn(target, dq, n, w: gl.constexpr, entry_s, turns, NQ: gl.constexpr
         for part in gl.static_range(WQ // 32):
             tma_reduce_add(sums_desc, [row + part * 8, 0], dq_s.index(w).slice(part * 8, 8, 0))
     else:
+        place = dq_ptr + (tile.to(gl.int64) * 2 + w) * (64 * NQ)
         if ORDER:
             mbarrier.wait(turns[0], n & 1)
-        add_fragments(dq_ptr + (tile.to(gl.int64) * 2 + w) * (64 * NQ), dq, WQ // 2)
-        if ORDER:
+            if WHOLE:
+                # The first needs nothing that was cleared.
+                if number(entry_s, (n % RING) * ENTRY + 3) == 0:
+                    write_fragments(place, dq, WQ // 2)
+                else:
+                    add_fragments(place, dq, WQ // 2)
+            else:
+                add_fragments(place, dq, WQ // 2)
             mbarrier.arrive(turns[1], count=1)
+        else:
+            add_fragments(place, dq, WQ // 2)
 
 
 @gluon.jit
@@ -84,7 +95,8 @@ def clear_blocks(ptr, first, n):
 
 
 @gluon.constexpr_function
-def _read_text(n):
+def read_text(n):
+    """Assembler text that reads n floats as `add_fragments` adds them."""
     text = [
         f"ld.global.cg.v4.f32 {{${4 * i}, ${4 * i + 1}, ${4 * i + 2}, ${4 * i + 3}}}, [${2 * n}+{2048 * i}];"
         for i in range(n // 4)
@@ -95,7 +107,7 @@ def _read_text(n):
 @gluon.jit
 def read_fragments(ptr, x, N: gl.constexpr):
     """A tile like x that `add_fragments` added up."""
-    asm: gl.constexpr = _read_text(N)
+    asm: gl.constexpr = read_text(N)
     constraints: gl.constexpr = add_constraints(N)
     places = fragment_places(ptr, x)
     return gl.inline_asm_elementwise(asm, constraints, [x, places], dtype=gl.float32, is_pure=False, pack=N)

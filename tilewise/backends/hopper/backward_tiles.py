@@ -19,6 +19,11 @@ AHEAD = 4096
 what that costs between two tiles of keys is as much as it saves."""
 
 
+WORTH, LEAST, PIECES = 6, 4, 8
+"""Row tiles that a program is to save where the last tiles of keys are cut; that a range has at least; and the most
+ranges within a tile."""
+
+
 class BackwardPlan(NamedTuple):
     """d, dv: head dimensions of the kernels, filled up with zeros. width: columns of a chunk where tiles are cut.
     swizzle: KV heads whose tiles run abreast. adds: dq is added up in memory, else it has a kernel of its own; ordered:
@@ -42,6 +47,11 @@ class BackwardPlan(NamedTuple):
     @property
     def narrow(self) -> bool:
         return max(self.d, self.dv) <= WIDEST_HALVES
+
+    @property
+    def fresh(self) -> bool:
+        """The first tile of keys to add to sums of dq writes them."""
+        return self.ordered and self.second == 0
 
     @property
     def early(self) -> bool:
@@ -73,12 +83,31 @@ class BackwardPlan(NamedTuple):
         }  # fmt: skip
 
 
-def abreast(steps: int, masked: bool) -> int:
+def heads_abreast(problem: Problem, walk: int, narrow: bool, drawn: bool) -> int:
+    """KV heads whose tiles run abreast under a mask. The fewer, the more tiles read a head's rows, and add to its sums,
+    while they lie in the second-level cache; but of the last of them, whose longest tiles are drawn first, there is to
+    be work for all."""
+    s = problem.shape
+    packed = problem.options.layout == "varlen"
+    tiles = s.seqlen_k // (s.batch if packed else 1) // 128
+    # Of a group, one program walks all heads. So it is where tiles of only 64 keys are drawn.
+    if (problem.group > 1 and walk >= LONG) or drawn or (narrow and tiles >= 128):
+        return 4
+    if not narrow or tiles < 32:
+        return 16
+    # As many in each section.
+    units = s.num_heads_kv * (1 if packed else s.batch)
+    return -(-units // -(-units // 8))
+
+
+def abreast(steps: int, masked: bool, group: int) -> int:
     """KV heads whose tiles run abreast where additions to dq have an order: the more, the fewer tiles of one head wait
-    for each other, which is felt where walks of `steps` row tiles are short; but the more there is to hold in the
-    second-level cache."""
+    for each other, which is felt where walks of `steps` row tiles are short, and where a program walks all heads of a
+    group; but the more there is to hold in the second-level cache."""
     if not masked:
         return 4 if steps > 16 else 16
+    if steps > 128 and group == 1:
+        return 8
     return 16 if steps > 32 else 32 if steps > 8 else 64
 
 
@@ -101,12 +130,9 @@ def plan_backward(problem: Problem) -> BackwardPlan:
     bulk = wide and walk >= LONG and not ordered and spec.score is None and o.layout == "dense"
     long = wide and walk >= (LONG if spec.keep is None else 2 * LONG)
     stages, keys = (3, 1) if bulk or long else (2, 2)
-    # Of a group, one program walks all heads: the fewer abreast, the fewer rows of how many heads are on their way. So
-    # it is where tiles of only 64 keys are drawn.
-    few = (problem.group > 1 and walk >= LONG) or (d == 192 and dv <= 128)
-    swizzle = 1 if spec.keep is None else 4 if few else 16
+    swizzle = 1 if spec.keep is None else heads_abreast(problem, walk, narrow, d == 192 and dv <= 128)
     if ordered:
-        swizzle = abreast(-(-walk // rows), spec.keep is not None)
+        swizzle = abreast(-(-walk // rows), spec.keep is not None, max(problem.group, 1))
     # Slopes of terms need those registers.
     drawn = d == 192 and dv <= 128 and spec.score is None
     second = 32 if 64 < max(s.head_dim, s.head_dim_v) <= 96 else 0
@@ -157,6 +183,43 @@ def way_of(problem: Problem, sms: int) -> Way:
     return Way(ahead, lead, lag, units, max(problem.group, 1) * row_tiles, key_tiles, plan.swizzle)
 
 
+class Split(NamedTuple):
+    """Which tiles of keys are cut where all are as long (`backward_split`). first: tiles made whole; span: row tiles of
+    a range; ranges: how many there are, 0 if none is cut."""
+
+    first: int
+    span: int
+    ranges: int
+
+    @property
+    def draws(self) -> int:
+        """Tiles and ranges that programs draw."""
+        return self.first + self.ranges
+
+    def floats(self, d: int) -> int:
+        """Sums of dk and dv that programs leave for each other."""
+        return max(self.ranges * 4 * 64 * d, 1)
+
+
+def split_of(problem: Problem, sms: int) -> Split:
+    """The cuts of a problem on a device of so many multiprocessors."""
+    way = way_of(problem, sms)
+    tiles, units = way.units * way.key_tiles, way.unit_rows
+    last = tiles % sms
+    saved = units * (sms - last) / sms if last else 0
+    if way.ahead or not may_split(problem) or saved < WORTH:
+        return Split(tiles, 1, 0)
+    span = max(-(-last * units // sms), LEAST, -(-units // PIECES))
+    return Split(tiles - last, span, -(-last * units // span))
+
+
+def may_split(problem: Problem) -> bool:
+    """Whether all tiles of keys are as long, and dk and dv may be added up by several programs."""
+    plan, spec = plan_backward(problem), problem.spec
+    hidden = spec.keep is not None or problem.options.layout != "dense"
+    return plan.narrow and not (plan.ordered or hidden or spec.score is not None)
+
+
 def describe_backward(problem: Problem) -> str:
     """What the backward does, in a line of the plan."""
     plan = plan_backward(problem)
@@ -168,11 +231,12 @@ def describe_backward(problem: Problem) -> str:
     return f"backward: {keys}; dq by tiles of 128 rows, in a kernel of its own"
 
 
-def workspace_bytes(problem: Problem) -> int:
-    """Memory of a backward beside inputs, outputs and gradients."""
+def workspace_bytes(problem: Problem, sms: int) -> int:
+    """Memory of a backward beside inputs, outputs and gradients, on a device of so many multiprocessors."""
     s, plan = problem.shape, plan_backward(problem)
     varlen = problem.options.layout == "varlen"
     rows = plan.rows
     tiles = s.seqlen_q // rows + s.batch if varlen else -(-s.seqlen_q // rows)
     units = s.num_heads_q * (1 if varlen else s.batch)
-    return units * (s.seqlen_q * 3 * 4 + tiles * rows * 4 * (2 + (plan.d if plan.adds else 0)) + tiles * 4)
+    lines = units * (s.seqlen_q * 3 * 4 + tiles * rows * 4 * (2 + (plan.d if plan.adds else 0)) + tiles * 4)
+    return lines + 4 * split_of(problem, sms).floats(plan.d)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tilewise.backends.hopper.backward_entries import AGAIN, DRAWN_ROWS, EARLY, HALVES, ROLES, ROWS
-from tilewise.backends.hopper.backward_tiles import plan_backward, way_of
+from tilewise.backends.hopper.backward_tiles import Split, may_split, plan_backward, split_of, way_of
 from tilewise.backends.hopper.boxes import Box, bare, boxed, keyed_strides, line_box, sums_box
 from tilewise.backends.hopper.compile import GluonLauncher
 from tilewise.backends.hopper.counters import is_capturing
@@ -87,9 +87,10 @@ class HopperCall(Call):
             self.tape.own = [Own(self.m, None), Own(self.low, None), Own(self.delta, None)]
         self.plan = plan_backward(self.problem)
         self.way = way_of(self.problem, machine_of(self.device).sms)
-        parts = (self.marks.numel(), 1, *self.way.counters)
+        self.split = split_of(self.problem, machine_of(self.device).sms)
+        parts = (self.marks.numel(), 1, *self.way.counters, max(2 * self.split.ranges, 1))
         room = self.tape.keep(self.marks.new_zeros(sum(parts)), 0.0)
-        self.marks, self.counter, *self.signs = room.split(parts)
+        self.marks, self.counter, *self.signs, self.said = room.split(parts)
 
     # ---- memory and launches, which the tape notes ---------------------------------------------------------
 
@@ -118,7 +119,8 @@ class HopperCall(Call):
     # ---- around the main kernels ---------------------------------------------------------------------------
 
     def fill_lines(self, floats: int, made: tuple[Tensor | None, Tensor, Tensor]) -> Lines:
-        """m, low and delta of every row, and as tiles; floats: sums of a tile, cleared unless the main kernel does.
+        """m, low and delta of every row, and as tiles; floats: sums of a tile, cleared unless the main kernel does,
+        or writes before it adds.
         made: gradients, cleared where packed tokens belong to no sequence."""
         from tilewise.backends.hopper.backward_gaps import PROGRAMS
         from tilewise.backends.hopper.backward_line_kernels import fill_lines
@@ -136,7 +138,8 @@ class HopperCall(Call):
             *self.line_strides(self.lse), *self.line_strides(self.dlse), s.batch, s.num_heads_q, s.seqlen_q,
             s.seqlen_k, tiles, s.head_dim_v, s.num_heads_q * s.head_dim, s.num_heads_kv * s.head_dim,
             s.num_heads_kv * s.head_dim_v, FEW_KEYS,
-            min(self.way.lead * self.way.unit_rows, count) if self.way.ahead else count, LARGE[self.problem.dtype],
+            0 if self.plan.fresh else min(self.way.lead * self.way.unit_rows, count) if self.way.ahead else count,
+            LARGE[self.problem.dtype],
         )  # fmt: skip
         names = fill_lines.arg_names[: len(values)]
         kinds = {n: "i64" for n in names if n[-2:] in ("_b", "_h", "_n")} | {"limit": "fp32"}
@@ -176,8 +179,9 @@ class HopperCall(Call):
         s, way = self.problem.shape, self.way
         strides = [x // 8 for x in keyed_strides(self.problem, dq)]
         first, taken = (way.first_left, self.signs[2]) if way.ahead else (0, None)
+        turns = lines.turns if self.plan.fresh else None
         values = (
-            lines.sums, dq, self.marks, taken, self.places[3], self.places[5], *strides, s.batch, s.num_heads_q,
+            lines.sums, dq, self.marks, taken, turns, self.places[3], self.places[5], *strides, s.batch, s.num_heads_q,
             s.seqlen_q, lines.tiles, s.head_dim, first, way.unit_rows, way.key_tiles, self.inputs.scale,
         )  # fmt: skip
         names = collect_rows.arg_names[: len(values)]
@@ -201,6 +205,8 @@ class HopperCall(Call):
         s, plan, x, way = self.problem.shape, self.plan, self.inputs, self.way
         ahead, bulk = dq is not None and way.ahead, dq is not None and plan.bulk
         narrow = plan.narrow
+        split = may_split(self.problem) and dq is not None and not ahead
+        cuts = self.split if split else Split(0, 1, 0)
         rows, width = (128, plan.d) if narrow else (64, plan.width)
         key_tiles = s.seqlen_k // rows + s.batch if self.varlen else -(-s.seqlen_k // rows)
         units = s.num_heads_kv * (1 if self.varlen else s.batch)
@@ -212,14 +218,18 @@ class HopperCall(Call):
             self.box(x.v, 64, width), line_box(lines.m, plan.rows), line_box(lines.delta, plan.rows),
             self.box(dk, 64, width), self.box(dv, 64, width), dk, dv,
             *(sums if narrow else ()), self.marks,
-            *((self.counter, lines.turns, *self.signs) if narrow else (self.counter,) if plan.early else ()),
+            *(
+                (self.counter, lines.turns, *self.signs, self._floats(cuts.floats(plan.d)), self.said)
+                if narrow else (self.counter,) if plan.early else ()
+            ),
             *self.places[1:], *keyed_strides(self.problem, dk), *keyed_strides(self.problem, dv), *self.sizes,
-            lines.tiles, key_tiles, plan.swizzle, *((way.lead, way.lag) if narrow else ()), _number(x.q_offset),
+            lines.tiles, key_tiles, plan.swizzle, *((way.lead, way.lag, *cuts) if narrow else ()), _number(x.q_offset),
             _number(x.k_offset), s.head_dim, s.head_dim_v, x.scale,
         )  # fmt: skip
-        adds = {"ADD": dq is not None, "ORDER": dq is not None and plan.ordered, "AHEAD": ahead, "BULK": bulk}
+        adds = {"ADD": dq is not None, "ORDER": dq is not None and plan.ordered, "AHEAD": ahead, "BULK": bulk,
+                "SPLIT": split}  # fmt: skip
         constants = self.flags() | plan.key_constants() | adds
-        grid = units * key_tiles
+        grid = cuts.draws if split else units * key_tiles
         if narrow or plan.early:
             grid = min(grid, machine_of(self.device).sms)
         self.gluon(HALVES if narrow else EARLY if plan.early else ROLES, grid, values, constants, 168)
