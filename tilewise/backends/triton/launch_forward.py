@@ -218,10 +218,8 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     """Decide how calls of this kind run, and compile their kernel."""
     device = max(inputs.q.get_device(), 0)
     tensors = (inputs.q, inputs.k, inputs.v)
-    step = step_of(problem, tensors)
-    tiles, (splits, split_tiles) = schedule(
-        problem, machine_of(device), step > 1, _pair_bytes(inputs, slots, problem)
-    )
+    step, pairs = step_of(problem, tensors), _pair_bytes(inputs, slots, problem)
+    tiles, (splits, split_tiles) = schedule(problem, machine_of(device), step > 1, pairs)
     result = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
     if splits == 1:
         out = result
@@ -235,7 +233,8 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     strides = strides_of(problem, tensors, out_strides, step)
     # Descriptors under short tiles fault (Triton 3.6 on an H200), and reading bytes needs none.
     tma = tiles.block_m > CARE_M and _wants_tma(problem, strides, device)
-    tiles = tiles._replace(stages=2) if tiles.loop == "held" and not tma else tiles
+    if pairs and tiles.loop == "held" and not tma:
+        tiles = tiles._replace(stages=2)  # q and the leaf share the room of the third
     values = _shared_values(problem, inputs, slots, tiles, (splits, split_tiles), strides, lse_strides)
     values[AT["out_ptr"]], values[AT["lse_ptr"]] = out, out.new_empty(0, dtype=torch.float32)
     if splits > 1:
