@@ -57,7 +57,9 @@ def test_pages_of_common_sizes_are_read_with_the_tiles_of_one_piece(size):
     for batch, keys in ((8, 32768), (1, 131072), (1, 32768), (1, 4096), (4, 1024)):
         problem = replace(cached_problem(Shape(batch, 32, 8, 1, keys, 128, 128)), page_size=size)
         plan = plan_of(problem, machine)
-        assert plan == plan_of(replace(problem, page_size=keys), machine) and paging(problem, plan) == size
+        assert plan == plan_of(replace(problem, page_size=keys), machine)
+        few = size == 16 and keys <= 4 * plan.block_n * plan.splits  # tiles of a program
+        assert paging(problem, plan) == (-size if few else size)
     packed = replace(cached_problem(Shape(8, 32, 8, 1, 32768, 128, 128)), page_size=24)
     assert paging(packed, plan_of(packed, machine)) == "divide"
 

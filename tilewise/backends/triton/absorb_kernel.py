@@ -122,7 +122,8 @@ def absorb_keys(
     dv = tl.arange(0, DV_PAD)
     n = tl.arange(0, BLOCK_N)
     VECTOR: tl.constexpr = PAGING != "whole" and PAGING != "tile"
-    GROUPS: tl.constexpr = (PAGING == 16 or PAGING == 32 or PAGING == 64) and BLOCK_N % PAGING == 0
+    SIZED: tl.constexpr = PAGING == 16 or PAGING == -16 or PAGING == 32 or PAGING == 64
+    GROUPS: tl.constexpr = SIZED and BLOCK_N % PAGING == 0
     # Weights times the scales of pages may be too small for float16.
     NARROWED: tl.constexpr = q_ptr.dtype.element_ty != q.dtype
     WIDE: tl.constexpr = tl.bfloat16 if NARROWED and SCALES == "page" else q.dtype

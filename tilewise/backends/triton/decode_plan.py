@@ -49,6 +49,8 @@ GROUPED = (16, 32, 64)
 call."""
 MOST_PAGES = 8
 """Pages of a tile, at most, whose entries are read one by one."""
+FEW_TILES = 4
+"""Tiles of a program up to which its beginning counts for more than a turn of its loop."""
 MANY = 3.5
 """Units for each multiprocessor from which it is busier with four small programs than with two."""
 SHORT_KEYS = 128
@@ -300,10 +302,20 @@ def paging(problem: Problem, plan: DecodePlan) -> str | int:
         return "whole"
     whole = plan.block_n % size == 0 and plan.block_n // size <= MOST_PAGES
     if size in GROUPED and whole and plan.each == 1 and problem.kv_dtype == problem.dtype:
-        return size
+        return -size if size == 16 and _begins(problem, plan) else size
     if size % plan.block_n == 0:
         return "tile"
     return "shift" if size & (size - 1) == 0 else "divide"
+
+
+def _begins(problem: Problem, plan: DecodePlan) -> bool:
+    """Whether a program has so few tiles that its beginning counts for more than a turn of its loop, and the table of
+    pages is made of whole tiles.
+
+    Source: an H200 over (1, 32, 8, 8192) and (8, 32, 8, 2048), benchmarks/results/serving.jsonl, 2026-11-30 14:42.
+    """
+    keys, size = problem.shape.seqlen_k, plan.block_n
+    return plan.block_m <= 16 and size == 64 and keys <= FEW_TILES * plan.splits * size and keys % size == 0
 
 
 def reciprocal(n: int) -> int:
