@@ -9,7 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from test_triton_forward import _problem
 from versions import needs_triton
+
+import tilewise as tw
 
 pytestmark = needs_triton
 
@@ -79,3 +83,24 @@ def test_runs_that_were_looked_for_before_are_those_of_the_mask(name, interprete
 def test_what_is_added_to_scores_may_be_as_low_as_numbers_are(name, interpreted):
     """Rows of nothing but the lowest number see every key alike, as on the reference."""
     assert interpreted[name] < 1e-2
+
+
+@pytest.mark.parametrize("rows, work, stages", [(1, 0.0, 3), (256, 0.0, 3), (1, 1e18, 3), (256, 1e18, 2)])
+def test_two_programs_share_a_multiprocessor_of_hopper_whichever_way_keys_come(
+    rows, work, stages, monkeypatch
+):
+    """A bias per pair and q take the room of the third stage where q is in shared memory, as without descriptors."""
+    from tilewise.backends.triton import launch_forward
+    from tilewise.backends.triton.machine import Machine
+
+    wanted = []
+    monkeypatch.setattr(launch_forward, "TMA_WORK", work)
+    monkeypatch.setattr(launch_forward, "machine_of", lambda device: Machine("cuda", 90, 232448, 132))
+    monkeypatch.setattr(
+        launch_forward, "kernel_launchers", lambda made: wanted.extend(made) or [None] * len(made)
+    )
+    tensors = [torch.zeros(8, 16, 256, 128, dtype=torch.bfloat16) for _ in range(3)]
+    problem, inputs = _problem(None, (tw.bias(torch.zeros(1, 1, rows, 256, dtype=torch.bfloat16)),), tensors)
+    launch_forward.make_recipe(problem, inputs, launch_forward.slots_of(problem, inputs))
+    build = wanted[0].build
+    assert (build.stages, dict(build.constants)["LOOP"]) == (stages, "plain" if work else "held")
