@@ -39,7 +39,8 @@ class Refused(Exception):
 @dataclass(frozen=True)
 class Cell:
     """One problem. mask: full, causal, window:W (causal, W keys back), documents:MEAN (causal inside each), packed:MEAN
-    (the same as packed sequences), user (causal, and of every STRIDE distances the first half) or user:STRIDE.
+    (the same as packed sequences), user (causal, and of every STRIDE distances the first half) or user:STRIDE, whose
+    number a function captures, or literal:STRIDE, where it stands in the function's text.
     score: "", alibi, softcap, bias (a trained (1, H, N, N)), column_bias (trained, (B, 1, 1, N))."""
 
     name: str
@@ -93,7 +94,7 @@ class Cell:
         if kind in ("documents", "packed"):
             return causal & (self.documents[i] == self.documents[j])
         stride = self.mask_number or STRIDE
-        return causal & ((q - j) % stride < stride // 2) if kind == "user" else causal
+        return causal & ((q - j) % stride < stride // 2) if kind in ("user", "literal") else causal
 
     def pairs(self) -> int:
         """Visible pairs of one head."""
@@ -132,6 +133,13 @@ class Cell:
 # ---- tilewise ------------------------------------------------------------------------------------------------
 
 
+LITERAL = {
+    4: lambda q, k: (q - k) % 4 < 2,
+    7: lambda q, k: (q - k) % 7 < 3,
+    12: lambda q, k: (q - k) % 12 < 6,
+}
+
+
 def _dilated(stride: int) -> tw.Mask:
     return tw.custom(lambda q, k: (q - k) % stride < stride // 2)
 
@@ -147,6 +155,8 @@ def ours(cell: Cell, backend: str) -> tuple[str, Attend]:
         mask = mask & tw.document(cell.documents[None].expand(cell.batch, -1))
     if kind == "user":
         mask = mask & _dilated(cell.mask_number or STRIDE)
+    if kind == "literal":
+        mask = mask & tw.custom(LITERAL[cell.mask_number])
     fixed = {
         "alibi": lambda: (tw.alibi(tw.alibi_slopes(cell.heads).to("cuda")),),
         "softcap": lambda: (tw.softcap(30.0),),
@@ -323,6 +333,7 @@ SECTIONS: dict[str, tuple[Cell, ...]] = {
         Cell("user12-causal", 1, 16, 16, 16384, 128, "user:12"),
         Cell("user7-causal", 1, 16, 16, 16384, 128, "user:7"),
         Cell("user1000-causal", 1, 16, 16, 16384, 128, "user:1000"),
+        *(Cell(f"literal{n}-causal", 1, 16, 16, 16384, 128, f"literal:{n}") for n in LITERAL),
     ),
     "grouped": (
         Cell("gqa32/8-D128-N8192-causal", 2, 32, 8, 8192, 128, "causal"),

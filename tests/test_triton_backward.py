@@ -246,17 +246,55 @@ def test_conjuncts_with_short_periods_are_holes() -> None:
     assert mask_kind(keep) == 2 and "mod" not in ends and "le k q" in ends
     assert "mod" in holes and "le k q" not in holes
     assert split_holes(_problem((), mask=strided).spec.keep)[0].op == "const"
-    others = (
-        tw.causal(),
-        tw.custom(lambda q, k: (q - k) % 1000 < 500),
-        tw.causal() & tw.document(torch.zeros(2, 32, dtype=torch.int32)),
-        tw.custom(lambda q, k, x: (q - k) % 4 < x[k], torch.ones(32, dtype=torch.int32)),
-        tw.custom(lambda q, k, h: (q - k) % 4 < h),
-    )
-    for mask in others:
+    leaf = torch.ones(32, dtype=torch.int32)
+    others = {
+        tw.causal(): 1,
+        tw.custom(lambda q, k: (q - k) % 1000 < 500): 1,
+        tw.causal() & tw.document(torch.zeros(2, 32, dtype=torch.int32)): 3,
+        tw.custom(lambda q, k, x: (q - k) % 4 < x[k], leaf): 3,
+        tw.custom(lambda q, k, h: (q - k) % 4 < h): 1,
+    }
+    for mask, kind in others.items():
         keep = _problem((), mask=mask).spec.keep
-        assert mask_kind(keep) == 1 and split_holes(keep)[0] is keep
+        assert mask_kind(keep) == kind and split_holes(keep)[0] is keep
     assert mask_kind(None) == 0
+
+
+def test_a_short_period_is_a_pattern_of_bits() -> None:
+    """Bit n says what the mask says of a column n ahead of its row, whichever way the difference is taken."""
+    from tilewise.backends.triton.holes import bits_of, split_holes, stripes_of
+
+    functions = (
+        (12, lambda q, k: (q - k) % 12 < 6),
+        (12, lambda q, k: (k - q) % 12 >= 7),
+        (31, lambda q, k: ((q - k) % 31 == 5) | ((q - k) % 31 > 20)),
+    )
+    for period, function in functions:
+        hole = split_holes(_problem((), mask=tw.custom(function)).spec.keep)[1]
+        stripes = stripes_of(hole)
+        assert stripes is not None and stripes.row.value == "q" and stripes.column.value == "k"
+        row = torch.tensor(period * 9)
+        wanted = sum(int(function(row, row + n)) << n for n in range(period))
+        assert bits_of(stripes, hole) == wanted
+    for function in (
+        lambda q, k: (q - k) % 4 + k % 3 > 1,
+        lambda q, k: (q + k) % 7 < 3,
+        lambda q, k: q % 7 < 3,
+    ):
+        assert stripes_of(split_holes(_problem((), mask=tw.custom(function)).spec.keep)[1]) is None
+
+
+def test_short_periods_that_a_function_captures_are_literals_of_the_backward() -> None:
+    """Long ones stay numbers of the call, and so does everything in a score."""
+    from tilewise.backends.triton.holes import mask_kind, settle
+
+    for period, kind in ((12, 2), (4, 2), (1000, 1), (1, 1)):
+        mask = tw.causal() & tw.custom(lambda q, k, n=period: (q - k) % n < n // 2)
+        problem = _problem((), mask=mask)
+        found = settle(problem, mask.term.ints)
+        assert mask_kind(found.spec.keep) == kind and (found is problem) == (kind == 1)
+        assert found.spec.text != problem.spec.text or kind == 1
+        assert settle(problem, mask.term.ints) == found
 
 
 # ---- on a device -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tilewise import tuning
-from tilewise.backends.triton.holes import mask_kind
+from tilewise.backends.triton.holes import mask_kind, split_holes
 from tilewise.backends.triton.tiles import Tiles, keys_per_sequence, padded, rows_per_sequence
 from tilewise.spec import expression as ex
 
@@ -55,9 +55,10 @@ wider heads, which lack the registers for two; but its FULL tiles wait for both 
 def is_narrowed(problem: Problem) -> bool:
     """Whether the mask reads numbers of the call or leaves."""
     keep = problem.spec.keep
-    return keep is not None and any(
-        n.op in ("int_scalar", "float_scalar", "load") for n in ex.topological(keep)
-    )
+    if keep is None:
+        return False
+    ends = split_holes(keep)[0]
+    return any(n.op in ("int_scalar", "float_scalar", "load") for n in ex.topological(ends))
 
 
 def table_keys(problem: Problem) -> tuple[str, ...]:

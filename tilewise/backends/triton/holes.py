@@ -12,18 +12,31 @@ share it.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from tilewise.backends.triton.print_tile import TilePrinter, shift_of, unpack
 from tilewise.spec import expression as ex
+from tilewise.spec.interval import evaluate
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tilewise.backends.triton.layout import Slots
+    from tilewise.problem import Problem
+    from tilewise.spec.attention import AttentionSpec
     from tilewise.spec.expression import Node
 
 LONGEST_PERIOD = 64
 """Of a remainder that no tile is inside of: tiles have 32 rows or keys and more of both."""
-_POSITIONS = frozenset("qkij")
+_PLACES = {
+    "q": ("row", "i0", "q_offset"),
+    "k": ("column", "j0", "k_offset"),
+    "i": ("row", "i0"),
+    "j": ("column", "j0"),
+}
+"""What a position is the sum of: its number inside the tile, where the tile begins, and the call's offset."""
+_POSITIONS = frozenset(_PLACES)
 
 
 def _conjuncts(node: Node) -> list[Node]:
@@ -49,6 +62,34 @@ def _divisor(node: Node) -> int:
     return int(by.value)  # type: ignore[arg-type]
 
 
+class Stripes(NamedTuple):
+    """A condition on (u - v) % period of a row's and a column's position alone: the row's, the column's, whether the
+    column is u, the remainder, and the period, a literal or a number of the call."""
+
+    row: Node
+    column: Node
+    ahead: bool
+    remainder: Node
+    period: Node
+
+
+def stripes_of(node: Node) -> Stripes | None:
+    """A condition as stripes, if it is one."""
+    order = ex.topological(node)
+    mods = [n for n in order if n.op == "mod"]
+    if len(mods) != 1 or any(n.op in ("load", "int_scalar", "float_scalar") for n in order):
+        return None
+    difference, period = mods[0].args
+    if difference.op != "sub" or difference.type != "int" or period.op != "const":
+        return None
+    rows = [a.op == "var" and a.value in ("q", "i") for a in difference.args]
+    columns = [a.op == "var" and a.value in ("k", "j") for a in difference.args]
+    if rows == columns or rows != columns[::-1] or ex.variables(ex.substitute(node, {mods[0]: ex.const(0)})):
+        return None
+    row, column = difference.args if rows[0] else difference.args[::-1]
+    return Stripes(row, column, columns[0], mods[0], period)
+
+
 @functools.lru_cache(maxsize=1024)
 def split_holes(keep: Node) -> tuple[Node, Node]:
     """(ends, holes): a mask is both together; the constant True where there is nothing of a kind."""
@@ -63,11 +104,44 @@ def split_holes(keep: Node) -> tuple[Node, Node]:
     return ends, holes
 
 
+@functools.lru_cache(maxsize=1024)
+def _captured(keep: Node) -> tuple[Node, ...]:
+    """The numbers of the call that a conjunct on positions takes remainders by."""
+    found = []
+    for conjunct in _conjuncts(keep):
+        order = ex.topological(conjunct)
+        if ex.variables(conjunct) <= _POSITIONS and not any(n.op in ("load", "float_scalar") for n in order):
+            found += [n.args[1] for n in order if n.op == "mod" and n.args[1].op == "int_scalar"]
+    return tuple(dict.fromkeys(found))
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_literals(spec: AttentionSpec, values: tuple[tuple[Node, int], ...]) -> AttentionSpec:
+    assert spec.keep is not None
+    keep = ex.substitute(spec.keep, {n: ex.const(value) for n, value in values})
+    text = ", ".join(f"n{n.value} = {value}" for n, value in values)
+    return replace(spec, keep=keep, text=f"{spec.text}\nin the mask {text}")
+
+
+def settle(problem: Problem, ints: Sequence[int]) -> Problem:
+    """The problem with short periods that are numbers of the call as literals of its mask: they have kernels of their
+    own, at most LONGEST_PERIOD of them."""
+    keep = problem.spec.keep
+    if keep is None or not ints:
+        return problem
+    values = tuple((n, ints[int(n.value)]) for n in _captured(keep))  # type: ignore[arg-type]
+    values = tuple((n, value) for n, value in values if 1 < value <= LONGEST_PERIOD)
+    return replace(problem, spec=_with_literals(problem.spec, values)) if values else problem
+
+
 def mask_kind(keep: Node | None) -> int:
-    """0 without a mask, 1 with one, 2 with one of which some conjunct leaves holes."""
+    """0 without a mask, 1 with one, 2 with one of which some conjunct leaves holes, 3 with one that has no holes and
+    reads leaves."""
     if keep is None:
         return 0
-    return 1 if split_holes(keep)[1].op == "const" else 2
+    if split_holes(keep)[1].op != "const":
+        return 2
+    return 3 if ex.loads(keep) else 1
 
 
 class HolePrinter(TilePrinter):
@@ -93,22 +167,63 @@ class HolePrinter(TilePrinter):
         if node.op in ("add", "sub", "mul"):
             sign = {"add": "+", "sub": "-", "mul": "*"}[node.op]
             return f"({self._low(node.args[0], bits)} {sign} {self._low(node.args[1], bits)})"
-        if node.op == "var" and node.value in ("q", "k"):
-            # What is the same for all rows is taken apart, so that the compiler sees which rows have the same bits.
-            own = "i" if node.value == "q" else "j"
-            return f"(({own} & {bits}) + (({node.value} - {own}) & {bits}))"
+        if node.op == "var" and node.value in _PLACES:
+            # A number of the tile itself, and what is the same for all of it: multiples of the period as a rule.
+            own, *starts = _PLACES[node.value]
+            return " + ".join(f"({x} & {bits})" for x in starts).join((f"(low_bits({own}, {bits}) + ", ")"))
         return f"({self.names[node]} & {bits})"
 
 
 def print_holes(name: str, keep: Node | None, slots: Slots) -> str:
-    """Text of the jit function `name` of the arguments of `keep`: a mask's holes."""
+    """Text of the jit function `name`: a tile's pivots, minus infinity in a mask's holes."""
     holes = ex.const(True) if keep is None else split_holes(keep)[1]
     printer = HolePrinter(slots, True)
-    result = printer.emit(holes)
+    result = " & ".join(
+        f"({_literal_stripes(n, printer.lines) or printer.emit(n)})" for n in _conjuncts(holes)
+    )
     body = [
-        '"""The part of the mask that every tile applies."""',
+        '"""Pivots s with holes. place: numbers of rows and columns inside the tile, its first ones, offsets."""',
+        "row, column, i0, j0, q_offset, k_offset = place",
         *unpack(slots, printer.used),
         *printer.lines,
     ]
-    text = "".join(f"    {line}\n" for line in [*body, f"return {result}"])
-    return f"@triton.jit\ndef {name}(s, i, j, q, k, b, h, g, data):\n{text}"
+    text = "".join(f"    {line}\n" for line in [*body, f"return tl.where({result}, s, -float('inf'))"])
+    return f"@triton.jit\ndef {name}(s, i, j, q, k, b, h, g, place, data):\n{text}"
+
+
+def _residues(stripes: Stripes, period: str, reciprocal: str) -> tuple[list[str], str]:
+    """Statements that name where a tile begins, modulo the period, and the remainders of its rows and columns."""
+    lines, residues = [], []
+    for position in (stripes.row, stripes.column):
+        own, *starts = _PLACES[str(position.value)]
+        lines.append(f"{own}_start = mod_int({' + '.join(starts)}, {period})")
+        residues.append(f"residue({own}, {own}_start, {period}, {reciprocal})")
+    return lines, ", ".join(residues)
+
+
+def _no_load(node: Node, indices: object) -> NoReturn:
+    raise AssertionError(node.op)
+
+
+def bits_of(stripes: Stripes, node: Node) -> int:
+    """Bit n says whether a condition holds where the column is n ahead, modulo the period, a literal."""
+    bits, period = 0, int(stripes.period.value)  # type: ignore[arg-type]
+    for n in range(period):
+        turn = ex.const((n if stripes.ahead else -n) % period)
+        alone = ex.substitute(node, {stripes.remainder: turn})
+        bits |= bool(evaluate(alone, {}, (), (), _no_load).hi) << n
+    return bits
+
+
+def _literal_stripes(node: Node, lines: list[str]) -> str:
+    """Text of the condition of stripes whose period is a literal below 32 and no power of two, and the statements
+    before it; else nothing."""
+    stripes = stripes_of(node)
+    if stripes is None or not 2 < _divisor(stripes.remainder) < 32 or shift_of(stripes.remainder) is not None:
+        return ""
+    period = f"tl.full((), {stripes.period.value}, tl.int32)"
+    bits = f"tl.full((), {bits_of(stripes, node)}, tl.uint32)"
+    reciprocal = f"{-(-(2**16) // int(stripes.period.value))}"  # type: ignore[arg-type]
+    before, residues = _residues(stripes, period, reciprocal)
+    lines += before
+    return f"in_pattern({residues}, {period}, {bits})"

@@ -32,6 +32,7 @@ from tilewise.backends.triton.backward_words import (
 )
 from tilewise.backends.triton.forward_kernel import load_tile, place_of, position_offset
 from tilewise.backends.triton.philox import kept_tile
+from tilewise.backends.triton.words import LOG2E
 
 
 @triton.jit
@@ -106,6 +107,27 @@ def absorb_rows(
             do = do.to(k.dtype)
             m = tl.load(m_ptr + rows, mask=inside, other=INF)
             delta = tl.load(delta_ptr + rows, mask=inside, other=0.0)
+        i = rows[None, :]
+        q_pos = i + q_offset
+        pivot = m[None, :]
+        HOLED: tl.constexpr = HAS_MASK == 2 and not CAREFUL and MASKED != "yes"
+        if HOLED:
+            # A mask's holes go into the pivots, while the products are under way; a weight is 0 there.
+            if not TMA or VARLEN:
+                pivot = pivot * -LOG2E
+            row, column = tl.arange(0, BLOCK_M)[None, :], tl.arange(0, BLOCK_N)[:, None]
+            inner = (row, column, i0, j0, q_offset, k_offset)
+            pivot = holes(pivot, i, j, q_pos, k_pos, b, h, g, inner, data)
+        # So does a mask that reads leaves, where there is room for a pivot each.
+        EARLY: tl.constexpr = (
+            HAS_MASK == 3 and not CAREFUL and MASKED == "ends" and D_PAD == 128 and DV_PAD == 128
+        )
+        if EARLY:
+            if not TMA or VARLEN:
+                pivot = pivot * -LOG2E
+            pivot = tl.broadcast_to(pivot, (BLOCK_N, BLOCK_M))
+            if (t < full) | (t >= after):
+                pivot = tl.where(ends(pivot, i, j, q_pos, k_pos, b, h, g, data), pivot, -INF)
         low = tl.zeros_like(m)
         if CAREFUL:
             low = tl.load(low_ptr + rows, mask=inside, other=0.0)
@@ -118,11 +140,9 @@ def absorb_rows(
             s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             if PART != "dv":
                 dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        i = rows[None, :]
-        q_pos = i + q_offset
         p, found = weights(
-            s, m[None, :], low[None, :], scale, i, j, q_pos, k_pos, b, h, g, data, derive, HAS_TERMS, CAREFUL,
-            TMA and not VARLEN)  # fmt: skip
+            s, pivot, low[None, :], scale, i, j, q_pos, k_pos, b, h, g, data, derive, HAS_TERMS, CAREFUL,
+            HOLED or EARLY or (TMA and not VARLEN))  # fmt: skip
         # Columns past the end are not stored, and rows past it have m = +inf.
         if CAREFUL:
             visible = inside[None, :] & (j < n_k) & (m != INF)[None, :]
@@ -131,11 +151,9 @@ def absorb_rows(
             p = tl.where(visible, p, 0.0)
         elif HAS_MASK and MASKED == "yes":
             p = tl.where(keep(s, i, j, q_pos, k_pos, b, h, g, data), p, 0.0)
-        elif HAS_MASK and MASKED == "ends":
+        elif HAS_MASK and MASKED == "ends" and not EARLY:
             if (t < full) | (t >= after):
                 p = tl.where(ends(s, i, j, q_pos, k_pos, b, h, g, data), p, 0.0)
-        if HAS_MASK == 2 and not CAREFUL and MASKED != "yes":
-            p = tl.where(holes(s, i, j, q_pos, k_pos, b, h, g, data), p, 0.0)
         w = p
         if DROPOUT:
             kept = tl.trans(

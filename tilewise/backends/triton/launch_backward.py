@@ -13,7 +13,7 @@ from tilewise.backends.triton.backward_entries import KEYS, PREPARE, ROWS, site_
 from tilewise.backends.triton.backward_layout import key_descriptors, layout_of, pair_strides, row_descriptors
 from tilewise.backends.triton.backward_tiles import MOST_ROWS, BackwardTiles, choose_backward, narrow
 from tilewise.backends.triton.compile import Build, types_of
-from tilewise.backends.triton.holes import mask_kind
+from tilewise.backends.triton.holes import mask_kind, settle
 from tilewise.backends.triton.launch import (
     Wanted,
     dropout_numbers,
@@ -343,6 +343,7 @@ def backward(
     s = problem.shape
     if 0 in (s.batch, s.num_heads_q, s.seqlen_q, s.seqlen_k):
         return no_pairs(inputs, saved[1], grads[1], needs)
+    problem = settle(problem, inputs.ints)
     call = Call(problem, inputs, saved, grads, slots)
     sites = (
         sort_sites(problem, inputs.leaves, tuple(needs.leaves))

@@ -26,6 +26,7 @@ from tilewise.backends.triton.backward_words import (
 )
 from tilewise.backends.triton.forward_kernel import load_tile, place_of, position_offset
 from tilewise.backends.triton.philox import kept_tile
+from tilewise.backends.triton.words import LOG2E
 
 
 @triton.jit
@@ -85,13 +86,28 @@ def absorb_keys(
             v = load_tile(
                 v_ptr, columns, v_n, v_d, size_dv, inside, MASKED == "yes", DV_PAD, EVEN_V, STEP, UNIT
             )
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         j = columns[None, :]
         k_pos = j + k_offset
-        p, found = weights(
-            s, m[:, None], low[:, None], scale, i, j, q_pos, k_pos, b, h, g, data, derive, HAS_TERMS, CAREFUL
+        pivot = m[:, None]
+        HOLED: tl.constexpr = HAS_MASK == 2 and not CAREFUL and MASKED != "yes"
+        if HOLED:
+            # See `key_kernel`.
+            row, column = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+            inner = (row, column, i0, j0, q_offset, k_offset)
+            pivot = holes(pivot * -LOG2E, i, j, q_pos, k_pos, b, h, g, inner, data)
+        EARLY: tl.constexpr = (
+            HAS_MASK == 3 and not CAREFUL and MASKED == "ends" and D_PAD == 128 and DV_PAD == 128
         )
+        if EARLY:
+            pivot = tl.broadcast_to(pivot * -LOG2E, (BLOCK_M, BLOCK_N))
+            if (t < full) | (t >= after):
+                visible = inside[None, :] & ends(pivot, i, j, q_pos, k_pos, b, h, g, data)
+                pivot = tl.where(visible, pivot, -INF)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        p, found = weights(
+            s, pivot, low[:, None], scale, i, j, q_pos, k_pos, b, h, g, data, derive, HAS_TERMS, CAREFUL,
+            HOLED or EARLY)  # fmt: skip
         # Rows past the end have m = +inf.
         if MASKED == "yes":
             visible = inside[None, :]
@@ -100,14 +116,12 @@ def absorb_keys(
             if CAREFUL:
                 visible = visible & (m != INF)[:, None]
             p = tl.where(visible, p, 0.0)
-        elif MASKED == "ends":
+        elif MASKED == "ends" and not EARLY:
             if (t < full) | (t >= after):
                 visible = inside[None, :]
                 if HAS_MASK:
                     visible = visible & ends(s, i, j, q_pos, k_pos, b, h, g, data)
                 p = tl.where(visible, p, 0.0)
-        if HAS_MASK == 2 and MASKED != "yes":
-            p = tl.where(holes(s, i, j, q_pos, k_pos, b, h, g, data), p, 0.0)
         if DROPOUT:
             kept = kept_tile(q_pos, j0 + k_offset, h_word, b_word, seed, threshold, BLOCK_M, BLOCK_N)
             dp = tl.where(kept, dp * drop_factor, 0.0)

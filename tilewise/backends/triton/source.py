@@ -156,6 +156,7 @@ def print_module(spec: AttentionSpec, slots: Slots, entries: tuple[Entry, ...]) 
     head = (
         f'"""Printed by Tilewise from the spec\n\n{spec.text}\n\nData: {", ".join(slots.names) or "none"}.\n"""\n\n'
         "import triton\nimport triton.language as tl\n\n"
+        "from tilewise.backends.triton.hole_words import in_pattern, low_bits, residue\n"
         f"from tilewise.backends.triton.words import (\n    {words}\n)\n{imports}"
     )
     folds = print_folds(spec, slots)
