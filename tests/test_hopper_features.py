@@ -28,6 +28,7 @@ def _alibi(heads: int) -> tw.ScoreTerm:
     return tw.alibi(tw.alibi_slopes(heads).cuda())
 
 
+WIDE = 290
 MASKS = {
     "none": lambda: None,
     "causal": tw.causal,
@@ -38,6 +39,8 @@ MASKS = {
     "prefix of each": lambda: tw.causal() & tw.prefix(torch.tensor([200, 450], device="cuda")),
     "stripes": lambda: tw.causal() & tw.custom(lambda q, k: (q - k) % 4 < 2),
     "of twelve": lambda: tw.custom(lambda q, k: (k - q) % 12 < 5),
+    "wide": lambda: tw.custom(lambda q, k: ((q - k) % WIDE < 40) & ((q + k) % WIDE >= 200) & (q % 9 != 4)),
+    "wide gaps": lambda: tw.causal() & tw.custom(lambda q, k: ((k - q) % WIDE <= 270) & (k % WIDE > 13)),
     "rows": lambda: tw.causal() & tw.custom(lambda q: q % 5 != 2),
     "documents": lambda: tw.causal() & tw.document(_ids()),
     "no document": lambda: tw.document(_ids(-1)),
@@ -76,7 +79,7 @@ def test_masks_and_terms(mask, scores):
 
 
 def test_a_number_that_divides_may_change():
-    for size in (4, 8, 12, 4):
+    for size in (4, 8, 12, 300, 257, 200, 4):
         _check(tw.causal() & tw.custom(lambda q, k: (q - k) % size < size // 2), (), 128, torch.bfloat16)  # noqa: B023
 
 

@@ -11,11 +11,20 @@ from hopper_compile import spec_of
 import tilewise as tw
 from tilewise.backends.hopper import algebra
 from tilewise.backends.hopper.launch_forward import divisors
-from tilewise.backends.hopper.print_fold import plan, print_limits, print_reach, print_sees, with_literals
+from tilewise.backends.hopper.print_fold import (
+    plan,
+    print_limits,
+    print_reach,
+    print_sees,
+    print_stripes,
+    stripes_of,
+    with_literals,
+)
 from tilewise.backends.hopper.tiles import FOLDING, PLAIN, default
 from tilewise.backends.triton.layout import describe
 from tilewise.spec import expression as ex
 from tilewise.spec import words
+from tilewise.spec.masks import as_mask
 
 ROWS, COLUMNS, FIRST = 40, 24, 16
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -130,15 +139,17 @@ def test_a_tanh_of_products_alone_has_a_slope():
     assert default((128, 128), spec_of(*SCORES["softcap then alibi"])[0]) == FOLDING[128, 128]
 
 
-def test_the_polynomial_of_a_tanh():
+def test_the_polynomials_of_a_tanh():
     pytest.importorskip("triton")
-    from tilewise.backends.hopper.words import NEAR
+    from tilewise.backends.hopper.words import NEAR, NEARER
 
-    bits = torch.tensor([int(text[2:], 16) for text in NEAR.value]).to(torch.int32)
-    a, b, c = bits.view(torch.float32).double()
-    y = torch.linspace(1e-4, 0.75, 10001, dtype=torch.float64)
-    t = y * y
-    assert ((a + t * (b + t * c)) * y / torch.tanh(y) - 1).abs().max() < 2.2e-4
+    for texts, most in ((NEAR, 0.75), (NEARER, 11 / 32)):
+        bits = torch.tensor([int(text[2:], 16) for text in texts.value]).to(torch.int32)
+        a, b, *c = bits.view(torch.float32).double()
+        y = torch.linspace(1e-4, most, 10001, dtype=torch.float64)
+        t = y * y
+        found = a + t * (b + t * (c[0] if c else 0.0))
+        assert (found * y / torch.tanh(y) - 1).abs().max() < 2.3e-4
 
 
 # ---- masks ---------------------------------------------------------------------------------------------------
@@ -169,10 +180,17 @@ class Language:
         return torch.as_tensor(x).to(dtype)
 
 
+def stripe(u, x, n, t, sign, wanted, *_):
+    """What the kernel's word of that name says."""
+    seen = (x + sign * torch.arange(u.shape[1])) % n < t
+    return torch.where(seen == wanted, u, -torch.inf)
+
+
 def run(text, name, *arguments):
     """Call a printed function."""
     tl = Language()
     tl.maximum = lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
+    tl.minimum = lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
     tl.where = lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b))
     low, high = -(2**31), 2**31 - 1
 
@@ -184,6 +202,7 @@ def run(text, name, *arguments):
         "triton": types.SimpleNamespace(jit=lambda f: f), "tl": tl, "INT_MIN": low, "INT_MAX": high,
         "inside_int32": lambda x: torch.as_tensor(x).clamp(low, high), "whole_if_wild": whole_if_wild,
         "mod_int": torch.remainder,
+        "here": lambda n: n, "stripe": stripe,
     }  # fmt: skip
     exec(compile(text, "printed", "exec"), space)
     return space[name](*arguments)
@@ -253,6 +272,42 @@ def test_a_remainder_along_columns_is_divided_once_a_row(divisor, word):
     found = divisors(types.SimpleNamespace(spec=spec), types.SimpleNamespace(ints=(divisor, 1)))
     assert found == (() if divisor == 1000 else ((0, divisor),))
     assert word in print_sees(with_literals(spec, found), describe(spec, leaves))
+
+
+STRIPES = {
+    "less": lambda q, k: (q - k) % WIDE < 9,
+    "not less": lambda q, k: (q - k) % WIDE >= 9,
+    "at most": lambda q, k: (q + k) % WIDE <= 9,
+    "more": lambda q, k: k % WIDE > WIDE - 270,
+    "turned": lambda q, k: (k - q) % WIDE > WIDE - 280,
+    "two": lambda q, k: ((q - k) % WIDE < 20) & ((q + k) % WIDE >= 30),
+    "literal": lambda q, k: (q - k) % 300 < 10,
+}
+WIDE = 290
+
+
+@pytest.mark.parametrize("name", STRIPES)
+def test_stripes_are_told_from_the_rest(name):
+    """A remainder by a number beyond two blocks' columns that is compared with a number has a word of its own."""
+    mask = tw.causal() & tw.custom(STRIPES[name])
+    (spec, leaves), ints = spec_of(mask), as_mask(mask).term.ints
+    found, rest = stripes_of(plan(spec)[1])
+    assert len(found) == (2 if name == "two" else 1) and rest is None
+    variables, u, zero = tile(), torch.zeros(ROWS, COLUMNS), torch.tensor(0)
+    rows = [value(node, variables, leaves, ints, ()) for node in plan(spec)[2]]
+    given = [variables[n] for n in ("i", "j", "q", "k", "j0", "k0")]
+    got = run(
+        print_stripes(spec, describe(spec, leaves)), "stripes", u, u, rows, *given, zero, zero, zero, 1.0, 64, False,
+        tuple(map(torch.tensor, ints or (0,))),
+    )  # fmt: skip
+    want = value(spec.keep, variables, leaves, ints, ()) | (variables["k"] > variables["q"])
+    assert torch.equal((got == 0) | (variables["k"] > variables["q"]), want)
+
+
+def test_narrow_stripes_stay_with_the_rest():
+    for divisor in (12, 255):
+        spec = spec_of(tw.custom(lambda q, k: (q - k) % divisor < 5))[0]  # noqa: B023
+        assert not stripes_of(plan(with_literals(spec, ((0, divisor),)))[1])[0]
 
 
 def test_a_quotient_of_columns_alone_begins_at_the_block():

@@ -28,13 +28,16 @@ from tilewise.problem import Options, Problem, Shape  # noqa: E402
 pytestmark = pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) != (3, 6), reason="kernels are held to Triton 3.6"
 )
+WIDTH = 300
 KINDS = {
     "plain": lambda: compile_forward((128, 128)),
     "terms": lambda: compile_forward((128, 128), tw.causal(), tw.softcap(30.0)),
     "alibi": lambda: compile_forward((128, 128), tw.causal(), alibi_of(16)),
     "user": lambda: compile_forward((128, 128), tw.causal() & tw.custom(lambda q, k: (q - k) % 4 < 2)),
+    "stripes": lambda: compile_forward((128, 128), tw.custom(lambda q, k: (q - k) % 1000 < WIDTH)),
+    "window": lambda: compile_forward((256, 256), tw.causal() & tw.window(500, 0)),
     "packed heads": lambda: compile_forward((128, 128), tw.causal(), PACK=8),
-    "packed sequences": lambda: compile_forward((128, 128), tw.causal(), VARLEN=True, GAPS=True),
+    "packed sequences": lambda: compile_forward((256, 256), tw.causal(), VARLEN=True, GAPS=True),
     "bounded": lambda: compile_forward((128, 128), tw.causal(), tw.softcap(30.0), FUSED=True, BOUNDED=True),
     "float32 out": lambda: compile_forward((128, 128), tw.causal(), dtype=torch.float16, STORE="rows"),
     "sink": lambda: compile_forward((64, 64), tw.window(100, 0), SINK=True),
@@ -84,6 +87,7 @@ def test_a_printed_module_holds_the_spec_and_the_roles():
         "def row_parts(",
         "def scores(",
         "def limits(",
+        "def stripes(",
         "def sees(",
         "def kinds(",
         "def reach(",
@@ -164,9 +168,10 @@ def test_auto_brings_here_what_was_measured():
 
 
 def test_without_a_mask_one_head_follows_another():
-    """All multiprocessors read the same keys then; under a mask long tiles come first, of several heads."""
+    """All multiprocessors read the same keys then; under a mask long tiles come first, of as many heads as it takes."""
     assert abreast(_problem(16384, 128), False) == 1
-    assert abreast(_problem(16384, 128, tw.causal()), False) > 1
+    assert abreast(_problem(16384, 64, tw.causal()), False) > 1
+    assert [abreast(_problem(n, 128, tw.causal()), False) for n in (1024, 4096, 16384)] == [32, 4, 1]
     shared = replace(_problem(16384, 128), shape=Shape(4, 16, 4, 16384, 16384, 128, 128))
     assert abreast(shared, False) == 4  # query heads of the same keys
     assert abreast(shared, True) == 1  # in one tile

@@ -20,12 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.backends.hopper.forward_again_shared import repeat
-from tilewise.backends.hopper.forward_finish import (
-    LOWEST,
-    close_rows,
-    leave,
-    write_out,
-)
+from tilewise.backends.hopper.forward_finish import LOWEST, close_rows, leave, write_out
 from tilewise.backends.hopper.forward_gaps import fill_gaps
 from tilewise.backends.hopper.forward_loads import (
     FIELDS,
@@ -62,6 +57,7 @@ from tilewise.backends.hopper.forward_state import (
     whole_sums,
 )
 from tilewise.backends.hopper.rings import (
+    after,
     barriers,
     get,
     give_back,
@@ -70,6 +66,7 @@ from tilewise.backends.hopper.rings import (
     release,
     rescale,
     slots_of,
+    write,
 )
 
 GROWTH = gl.constexpr(8.0)
@@ -181,7 +178,7 @@ def producer(
         # Every tile is drawn for once; the last draw leaves the counter as the next call wants it.
         if raw == tiles_of(sizes, VARLEN) - 1:
             gl.atomic_xchg(counter_ptr, 0, sem="relaxed")
-        t = raw + gl.num_programs(0)
+        t = after(raw)
     if it > 0:
         load_values(
             it, (v_b, v_g, v_n), v_desc, v_desc2, v_s, v_s2, v_full, v_empty, E0, E1, BN, ST)  # fmt: skip
@@ -284,14 +281,15 @@ def one_tile(
     # ---- the first block of which this warpgroup sees anything ----
     mbarrier.wait(q_full.index(w), ti & 1)
     q_of, q2_of = held_rows(q, q2, HELD, D0, SL)
-    if HELD == D0 + D1 and not SHARED_OUT:
-        give_back(q_empty.index(w))
     it, code = first_seen(it, w, code_s, k_full, k_empty, v_full, v_empty, ST)
     st = it % ST
     s = scores_of(q_of, q2_of, k_s, k_s2, st, BN, D0, D1, SL)
     gl.thread_barrier()
     s = warpgroup_mma_wait(0, deps=(s,))
     release(k_empty.index(st))
+    if HELD == D0 + D1 and not SHARED_OUT:
+        # Products have q in registers: loads of all warps are over, which a barrier alone does not wait for.
+        release(q_empty.index(w))
     s, rate, shift = fold(
         s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, True, FUSED, BOUNDED, BN,
         SL)  # fmt: skip
@@ -491,7 +489,7 @@ def forward_program(
         ], [4, 4, 1], [WORKER, WORKER, LOADER])  # fmt: skip
     if CARE and LATER:
         for w in gl.static_range(NWG):
-            gl.store(again_ptr + gl.program_id(0) * NWG + w, get(again_s, w))
+            write(again_ptr + gl.program_id(0) * NWG + w, get(again_s, w))
     elif CARE:
         repeat(
             again_s, loaded, q_desc, q_desc2, k_desc, k_desc2, v_desc, q_s, q_s2, k_s, k_s2, v_s, out_ptr, lse_ptr,

@@ -42,7 +42,7 @@ def owner(cu_ptr, slot, batch, total, tokens, WARPS: gl.constexpr = 1):
         first = gl.minimum(gl.maximum(first, 0), total)
         count += gl.sum(((first // tokens + n <= slot) & (n < batch)).to(gl.int32), 0)
     b = gl.maximum(count - 1, 0)
-    return b, gl.where(count > 0, slot - (edge(cu_ptr, b, total) // tokens + b), total // tokens + 1)
+    return b, gl.where(count > 0, slot - (edge(cu_ptr, b, total) // tokens + b), BEYOND // 16)
 
 
 @gluon.jit

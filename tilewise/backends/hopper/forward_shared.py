@@ -5,8 +5,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilewise.backends.hopper.forward_place import BLOCKS, heads_of, line_of
-from tilewise.backends.hopper.plain import BELOW, LINES, OTHER, kinds, limits, reach, row_parts, scores, sees
-from tilewise.backends.hopper.rings import cut, here, hidden
+from tilewise.backends.hopper.plain import (
+    BELOW,
+    LINES,
+    OTHER,
+    REST,
+    STRIPES,
+    kinds,
+    limits,
+    reach,
+    row_parts,
+    scores,
+    sees,
+    stripes,
+)
+from tilewise.backends.hopper.rings import here, hidden
+from tilewise.backends.hopper.stripes import cut, stripe  # noqa: F401 - the second one by what is printed
 
 
 @gluon.jit
@@ -97,6 +111,11 @@ def fold(s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data,
     if OTHER:
         if ((code >> (7 + w)) & 1) != 0:
             i = here(rows)[:, None]
-            seen = sees(s, parts, i, j, i + q_offset, j + k_offset, j0, k0, b, h, g, scale, data)
-            u = gl.where(seen, u, HIDE)
+            if STRIPES:
+                u = stripes(
+                    u, s, parts, i, j, i + q_offset, j + k_offset, j0, k0, b, h, g, scale, BN // 2, BOUNDED, data
+                )  # fmt: skip
+            if REST:
+                seen = sees(s, parts, i, j, i + q_offset, j + k_offset, j0, k0, b, h, g, scale, data)
+                u = gl.where(seen, u, HIDE)
     return u, rate, gl.max(shift, 1)

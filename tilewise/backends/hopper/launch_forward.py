@@ -370,7 +370,7 @@ def divisors(problem: Problem, inputs: Inputs) -> tuple[tuple[int, int], ...]:
     a block has more columns. Those below 1 are rare."""
     powers = powers_of(problem.spec, inputs.ints)
     slots = divisors_of(problem.spec)
-    return tuple((n, inputs.ints[n]) for n in slots if n in powers or inputs.ints[n] <= WIDEST)
+    return tuple((n, inputs.ints[n]) for n in slots if n in powers or inputs.ints[n] < 2 * WIDEST)
 
 
 def launchers(

@@ -12,6 +12,8 @@ BELOW = gl.constexpr(False)
 """Whether some of them cut columns from below."""
 OTHER = gl.constexpr(False)
 """Whether the mask has anything else."""
+STRIPES, REST = gl.constexpr(False), gl.constexpr(False)
+"""Whether that has stripes of a number of the call, and whether anything but those."""
 
 
 @gluon.jit
@@ -33,8 +35,14 @@ def limits(parts, i, q, n_k, k_offset, b, h, g, scale, data):
 
 
 @gluon.jit
+def stripes(u, raw, parts, i, j, q, k, j0, k0, b, h, g, scale, N: gl.constexpr, ZERO: gl.constexpr, data):
+    """u, -inf (0 if ZERO) where a stripe of the mask hides it; N: elements of a thread."""
+    return u
+
+
+@gluon.jit
 def sees(raw, parts, i, j, q, k, j0, k0, b, h, g, scale, data):
-    """Which pairs the mask's other part lets through."""
+    """Which pairs the rest of the mask's other part lets through."""
     return gl.to_tensor(True)
 
 

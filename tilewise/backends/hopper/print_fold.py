@@ -3,7 +3,8 @@
 row_parts(i, q, b, h, g, scale, data)       what belongs to a row or a tile, made once for it
 scores(raw, parts, i, j, ...)               (u, rate, shift): the score in powers of two is u * rate + shift
 limits(i, q, n_k, k_offset, ...)            the first and the last column that the mask's lines leave a row
-sees(raw, parts, i, j, ...)                 which pairs the mask's other part lets through
+stripes(u, parts, i, j, ...)                u, hidden where a stripe of the mask's other part is not
+sees(parts, i, j, ...)                      which pairs the rest of the other part lets through
 kinds(i0, i1, j0, j1, ...)                  bit 0 unless a tile is EMPTY, bit 1 unless lines are FULL, bit 2 the rest
 reach(i0, i1, ...)                          the first and the last column that lines leave any of the rows
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tilewise.backends.hopper import algebra
 from tilewise.backends.triton.print_interval import ARGUMENTS, IntervalPrinter
@@ -20,7 +21,7 @@ from tilewise.backends.triton.print_tile import TilePrinter, unpack
 from tilewise.spec import expression as ex
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tilewise.backends.triton.layout import Slots
     from tilewise.spec.attention import AttentionSpec
@@ -34,8 +35,8 @@ def divided_column(node: Node) -> tuple[Node, int, Node] | None:
     """(dividend at the block's first column, its slope, divisor) of a remainder or quotient of an integer that grows or
     falls by one from column to column; None for others.
 
-    The divisor is a positive literal that is no power of two, or a number of the call: those up to `algebra.WIDEST` and
-    those below 1 are literals when a kernel is printed (`launch_forward.divisors`).
+    The divisor is a positive literal that is no power of two, or a number of the call: those below 1 or the
+    double of `algebra.WIDEST` are literals when a kernel is printed (`launch_forward.divisors`).
     """
     if node.op not in ("mod", "floordiv") or node.type != "int":
         return None
@@ -49,6 +50,55 @@ def divided_column(node: Node) -> tuple[Node, int, Node] | None:
     if not sign or not (number.op == "int_scalar" or (value > 0 and value & (value - 1))):
         return None
     return algebra.at_first(dividend), sign, number
+
+
+class Stripe(NamedTuple):
+    """A condition (first + sign * column) % divisor < limit, or its contrary unless `wanted`.
+
+    first: the dividend at the block's first column. divisor: at least the double of `algebra.WIDEST`.
+    more: what is added to the limit.
+    """
+
+    first: Node
+    sign: int
+    divisor: Node
+    limit: Node
+    more: int
+    wanted: bool
+
+
+def stripe_of(condition: Node) -> Stripe | None:
+    """A comparison of a remainder with a number as a Stripe; None for others."""
+    if condition.op not in ("lt", "le", "gt", "ge"):
+        return None
+    (a, b), op = condition.args, condition.op
+    if a.op != "mod":
+        a, b, op = b, a, {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}[op]
+    divided = divided_column(a) if a.op == "mod" else None
+    if divided is None or b.type != "int":
+        return None
+    if divided[2].op == "const" and int(divided[2].value) < 2 * algebra.WIDEST:  # type: ignore[arg-type]
+        return None
+    if any(n.op in ("var", "load") for n in ex.topological(b)):
+        return None
+    return Stripe(*divided, b, int(op in ("le", "gt")), op in ("lt", "le"))
+
+
+def stripes_of(mask: algebra.Mask) -> tuple[tuple[Stripe, ...], Node | None]:
+    """(stripes, what is left) of the mask's other part."""
+    found = {c: stripe_of(c) for c in algebra.conjuncts(mask.other)}
+    rest = [c for c, stripe in found.items() if stripe is None]
+    stripes = tuple(s for s in found.values() if s is not None)
+    return stripes, functools.reduce(lambda a, b: ex.apply("and", a, b), rest) if rest else None
+
+
+def unpack_here(slots: Slots, used: set[int]) -> list[str]:
+    """`unpack` where no register is to keep what is made of the call's integers."""
+    names = {slots.names[at] for at in used}
+    return [
+        *unpack(slots, used),
+        *(f"{n} = here({n})" for n in sorted(names) if n[0] == "n" and n[1:].isdigit()),
+    ]
 
 
 class FoldPrinter(TilePrinter):
@@ -93,7 +143,7 @@ class FoldPrinter(TilePrinter):
             return f"fused({x}, {a}, {c})"
         return super()._text(node)
 
-    def body(self, result: str) -> list[str]:
+    def body(self, result: str, unpack: Callable[[Slots, set[int]], list[str]] = unpack) -> list[str]:
         """The statements of a function that returns the result."""
         parts = [f"parts{n} = parts[{n}]" for n in sorted(self.taken)]
         return [*unpack(self.slots, self.used), *parts, *self.lines, f"return {result}"]
@@ -214,13 +264,31 @@ def print_scores(spec: AttentionSpec, slots: Slots) -> str:
     return _function("scores", arguments, doc, printer.body(result))
 
 
+def print_stripes(spec: AttentionSpec, slots: Slots) -> str:
+    """Text of `stripes`."""
+    _, mask, rows = plan(spec)
+    printer = FoldPrinter(slots, rows, exact=True)
+    for s in stripes_of(mask)[0]:
+        first, divisor, limit = (printer.emit(n) for n in (s.first, s.divisor, s.limit))
+        limit = f"tl.minimum({limit}, 2147483646) + 1" if s.more else limit
+        text = f"stripe(u, {first}, {divisor}, {limit}, {s.sign}, {s.wanted}, N, ZERO)"
+        printer.lines.append(f"u = {text}")
+    arguments = f"u, {TILE}, N: tl.constexpr, ZERO: tl.constexpr, data"
+    doc = "u, -inf (0 if ZERO) where a stripe of the mask hides it; N: elements of a thread."
+    return _function("stripes", arguments, doc, printer.body("u", unpack_here))
+
+
 def print_sees(spec: AttentionSpec, slots: Slots) -> str:
     """Text of `sees`."""
     _, mask, rows = plan(spec)
+    rest = stripes_of(mask)[1]
     printer = FoldPrinter(slots, rows, exact=True)
-    result = "tl.full((), True, tl.int1)" if mask.other is None else printer.emit(mask.other)
+    result = "tl.full((), True, tl.int1)" if rest is None else printer.emit(rest)
     return _function(
-        "sees", f"{TILE}, data", "Which pairs the mask's other part lets through.", printer.body(result)
+        "sees",
+        f"{TILE}, data",
+        "Which pairs the rest of the mask's other part lets through.",
+        printer.body(result),
     )
 
 
@@ -275,7 +343,7 @@ def print_kinds(spec: AttentionSpec, slots: Slots) -> str:
     if mask.other is not None:
         bits.append(f"(({found[-1][0]} == 0).to(tl.int32) << 2)")
     result = " | ".join([f"({possible}).to(tl.int32)", *bits])
-    body = [*unpack(slots, printer.addresses.used), *printer.lines, f"return {result}"]
+    body = [*unpack_here(slots, printer.addresses.used), *printer.lines, f"return {result}"]
     return _function(
         "kinds", ARGUMENTS, "Bit 0 unless EMPTY; bit 1 unless lines are FULL, bit 2 the others.", body
     )
@@ -296,7 +364,7 @@ def print_reach(spec: AttentionSpec, slots: Slots) -> str:
     # Positions near the ends of int32, whose differences wrap, are not reckoned with.
     near = "((q_offset + 2**30) | (2**30 - q_offset) | (k_offset + 2**30) | (2**30 - k_offset)) >= 0"
     result = f"tl.where({near}, {low}, 0), tl.where({near}, {high}, INT_MAX)"
-    body = [*unpack(slots, printer.addresses.used), *printer.lines, f"return {result}"]
+    body = [*unpack_here(slots, printer.addresses.used), *printer.lines, f"return {result}"]
     doc = "The first and the last column that lines leave any of the rows."
     return _function("reach", "i0, i1, q_offset, k_offset, b, h0, h1, g, data", doc, body)
 
@@ -305,6 +373,8 @@ def print_forward_folds(spec: AttentionSpec, slots: Slots) -> str:
     """Text of the printed functions of the forward."""
     mask = plan(spec)[1]
     facts = f"LINES = tl.constexpr({bool(mask.runs)})\nBELOW = tl.constexpr({mask.below})\n"
+    stripes, rest = stripes_of(mask)
     facts += f"OTHER = tl.constexpr({mask.other is not None})\n"
-    parts = (print_rows, print_scores, print_limits, print_sees, print_kinds, print_reach)
+    facts += f"STRIPES, REST = tl.constexpr({bool(stripes)}), tl.constexpr({rest is not None})\n"
+    parts = (print_rows, print_scores, print_limits, print_stripes, print_sees, print_kinds, print_reach)
     return "\n\n".join([facts, *(p(spec, slots) for p in parts)])

@@ -76,6 +76,27 @@ def here(n):
 
 
 @gluon.jit
+def write(ptr, number):
+    """A number to global memory, by every thread: no thread is told from another."""
+    gl.inline_asm_elementwise(
+        "st.global.b32 [$1], $2; mov.b32 $0, $2;",
+        "=r,l,r",
+        [ptr, number],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def after(raw):
+    """raw and the programs of the launch, whose number is read where it stands: no register keeps it."""
+    return raw + gl.inline_asm_elementwise(
+        "mov.u32 $0, %nctaid.x;", "=r,r", [raw], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def fetch(desc, desc2, tile, tile2, full, at, WIDTH: gl.constexpr, WIDTH2: gl.constexpr):
     """Rows of a tensor into shared memory: columns 0 .. WIDTH - 1, and the WIDTH2 after them as a tile of their own."""
     tma_load(desc, at + (0,), full, tile)
@@ -120,41 +141,3 @@ def rescale(acc, alpha, LAZY: gl.constexpr, N: gl.constexpr):
         return gl.inline_asm_elementwise(text, operands, [acc, wide], dtype=gl.float32, is_pure=False, pack=N)
     else:
         return acc * alpha[:, None]
-
-
-@gluon.constexpr_function
-def _cut_text(n, below, zero):
-    text = [
-        "{ .reg .pred p; .reg .s32 c, a0, a1, b0, b1;",
-        "mov.u32 c, %laneid;",
-        "and.b32 c, c, 3;",
-        "shl.b32 c, c, 1;",
-    ]
-    hide = "0f00000000" if zero else "0fFF800000"
-    text += [f"sub.s32 a{r}, ${2 * n + 2 * r}, c; sub.s32 b{r}, ${3 * n + 2 * r}, c;" for r in range(2)]
-    for i in range(n):
-        row, column = i // 2 % 2, i // 4 * 8 + i % 2
-        text.append(f"setp.gt.s32 p, {column}, a{row};" if not below else f"setp.lt.s32 p, a{row}, {column};")
-        if below:
-            text.append(f"setp.gt.or.s32 p, b{row}, {column}, p;")
-        text.append(f"selp.f32 ${i}, {hide}, ${i}, p;")
-    return " ".join([*text, "}"])
-
-
-@gluon.constexpr_function
-def _cut_operands(n):
-    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["r"] * (2 * n))
-
-
-@gluon.jit
-def cut(u, first, last, BELOW: gl.constexpr, N: gl.constexpr, ZERO: gl.constexpr):
-    """-inf (0 if ZERO) in the columns of a tile before `first` (if BELOW) and after `last`, (64, 1) each.
-
-    A thread of a warpgroup holds N elements, in columns 8 n + 2 (lane % 4) and the next one of two rows (`rescale`).
-    """
-    wide = gl.full(u.shape, 0, gl.int32, u.type.layout)
-    text: gl.constexpr = _cut_text(N, BELOW, ZERO)
-    operands: gl.constexpr = _cut_operands(N)
-    return gl.inline_asm_elementwise(
-        text, operands, [u, wide + last, wide + first], dtype=gl.float32, is_pure=True, pack=N
-    )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tilewise.backends.triton.layout import Slots
     from tilewise.spec.attention import AttentionSpec
 
-FOLDS = re.compile(r"^from tilewise\.backends\.hopper\.plain import [\w, ]+$", re.MULTILINE)
+FOLDS = re.compile(r"^from tilewise\.backends\.hopper\.plain import (?:[\w, ]+|\([\w,\s]+\))$", re.MULTILINE)
 SHARED = re.compile(r"^from (tilewise\.backends\.hopper\.\w+_shared) import ([\w, ]+)$", re.MULTILINE)
 """A template's line that imports from another template: the printed module imports from its printed form."""
 OWN_WORDS = (

@@ -27,6 +27,8 @@ SHARED = 232448
 """Bytes of shared memory a program may have at compute capability 9.0."""
 CACHE = 34 * 2**20
 """Bytes of k and v of the heads that run abreast: two thirds of the second-level cache of an H100 or H200."""
+CLOSE = (((128, 128), (192, 128)), 8 * 2**20)
+"""Head dimensions whose heads run closer together under a causal mask, and those bytes there; see `abreast`."""
 
 
 class Tiles(NamedTuple):
@@ -152,6 +154,10 @@ def abreast(problem: Problem, packed: bool) -> int:
     Without a mask all tiles cost the same, and one head after another lets all multiprocessors read the same keys at
     the same time, which takes less power: at D=128, N=16384 a long run holds 678 TFLOP/s at 1650 MHz, where four heads
     abreast held 669 at 1635, with the same bits.
+
+    Under a causal mask tiles differ, and long ones are to come first: at D=128 and (192, 128) as many heads are enough
+    as have a tile for each multiprocessor, of short sequences two. Source: docs/hopper.md; at other head dimensions
+    fewer were slower (D=64 N=4096, D=96), or were not timed.
     """
     s = problem.shape
     if problem.spec.keep is None and problem.options.layout == "dense":
@@ -159,8 +165,19 @@ def abreast(problem: Problem, packed: bool) -> int:
     keys = s.seqlen_k if problem.options.layout == "dense" else -(-s.seqlen_k // max(s.batch, 1))
     each = max(keys * (s.head_dim + s.head_dim_v) * 2, 1)
     units = (1 if problem.options.layout == "varlen" else s.batch) * s.num_heads_kv
+    most = max(1, min(64, CACHE // each))
+    mask = mask_of(problem.spec.keep)
+    if (
+        problem.options.layout == "dense"
+        and not packed
+        and not mask.below
+        and pair_of(s.head_dim, s.head_dim_v) in CLOSE[0]
+    ):
+        row_tiles = -(-s.seqlen_q // 128)
+        fewest = -(-(128 if row_tiles >= 32 else 256) // (row_tiles * max(problem.group, 1)))
+        most = min(most, max(CLOSE[1] // each, fewest))
     # Sections of equal width: a last one of few heads would leave multiprocessors waiting for its longest tiles.
-    sections = -(-units // max(1, min(64, CACHE // each)))
+    sections = -(-units // most)
     groups = -(-units // sections)
     return groups if packed else groups * max(problem.group, 1)
 

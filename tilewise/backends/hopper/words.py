@@ -7,6 +7,8 @@ from triton.experimental.gluon import language as gl
 NEAR = gl.constexpr(("0f3F7FF1EC", "0fBEA7105E", "0f3DC7624F"))
 """tanh(y) / y for |y| <= 3/4 as a polynomial of y^2, the least greatest relative error: 0.9997852 - 0.3262967 y^2 +
 0.0973555 y^4. Float32 as PTX writes it."""
+NEARER = gl.constexpr(("0f3F7FF17D", "0fBEA2EE25"))
+"""The same for |y| <= 11/32: 0.9997786 - 0.3182231 y^2."""
 
 
 @gluon.jit
@@ -96,20 +98,27 @@ def powers_if(BOUNDED: gl.constexpr, x, rate):
 def _capped_text(n, powers):
     x, k, rate = [f"${i}" for i in range(n)], f"${2 * n}", f"${3 * n}"
     chains, last = min(4, n), "ex2.approx.ftz.f32 {0}, {0};" if powers else ""
-    text = ["{ .reg .pred p; .reg .f32 t, u, c, c0, c1, c2;", *(f".reg .f32 m{r};" for r in range(chains))]
+    text = [
+        "{ .reg .pred p, far; .reg .f32 t, u, c, c0, c1, c2;",
+        *(f".reg .f32 m{r};" for r in range(chains)),
+    ]
     text += [f"abs.f32 m{r}, {x[r]};" for r in range(chains)]
     text += [f"abs.f32 t, {x[i]}; max.f32 m{i % chains}, m{i % chains}, t;" for i in range(chains, n)]
     text += [f"max.f32 m0, m0, m{r};" for r in range(1, chains)]
     text += [
-        f"abs.f32 c, {k}; mul.f32 t, m0, c; setp.gtu.f32 p, t, 0f3F400000;",
+        f"abs.f32 c, {k}; mul.f32 t, m0, c; setp.gtu.f32 far, t, 0f3F400000;",
         # Beyond 2^-20 and 2^20 the coefficients might leave the range of normal numbers.
-        "setp.lt.or.f32 p, c, 0f35800000, p; setp.gt.or.f32 p, c, 0f49800000, p;",
-        "vote.sync.any.pred p, p, 0xffffffff; @p bra.uni FAR;",
-        f"mul.f32 u, {k}, {k}; mul.f32 c0, {k}, {rate}; mul.f32 c1, c0, u; mul.f32 c2, c1, u;",
-        f"mul.f32 c0, c0, {NEAR[0]}; mul.f32 c1, c1, {NEAR[1]}; mul.f32 c2, c2, {NEAR[2]};",
+        "setp.lt.or.f32 far, c, 0f35800000, far; setp.gt.or.f32 far, c, 0f49800000, far;",
+        "setp.gtu.or.f32 p, t, 0f3EB00000, far; vote.sync.any.pred p, p, 0xffffffff;",
+        f"mul.f32 u, {k}, {k}; mul.f32 c0, {k}, {rate}; mul.f32 c1, c0, u; mul.f32 c2, c1, u; @p bra.uni MORE;",
+        f"mul.f32 c0, c0, {NEARER[0]}; mul.f32 c1, c1, {NEARER[1]};",
     ]
+    nearer = "mul.f32 t, {0}, {0}; fma.rn.f32 u, c1, t, c0; mul.f32 {0}, {0}, u;" + last
     near = "mul.f32 t, {0}, {0}; fma.rn.f32 u, c2, t, c1; fma.rn.f32 u, u, t, c0; mul.f32 {0}, {0}, u;" + last
     far = "mul.f32 {0}, {0}, {1}; tanh.approx.f32 {0}, {0}; mul.f32 {0}, {0}, {2};" + last
+    text += [nearer.format(a) for a in x]
+    text.append("bra.uni DONE; MORE: vote.sync.any.pred far, far, 0xffffffff; @far bra.uni FAR;")
+    text.append(f"mul.f32 c0, c0, {NEAR[0]}; mul.f32 c1, c1, {NEAR[1]}; mul.f32 c2, c2, {NEAR[2]};")
     text += [near.format(a) for a in x]
     text.append("bra.uni DONE; FAR:")
     text += [far.format(a, k, rate) for a in x]
