@@ -135,7 +135,6 @@ def rows_of(
     while count >= 0:
         at = (ti & 1) * FIELDS
         q = operands_of(q_s, w * NC, NC, W, SL)
-        mbarrier.arrive(q_empty, count=1)
         dq = zeros_of(NC, 64, W, OL)
         b, h, i0 = number(about_s, at + 1), number(about_s, at + 2), number(about_s, at + 3)
         n_q, row0 = number(about_s, at + 4), number(about_s, at + 6)
@@ -148,6 +147,8 @@ def rows_of(
         mbarrier.wait(k_full.index(n % KST), (n // KST) & 1, pred=count > 0)
         s = product_with(q, k_s, n % KST * NC, NC, W, SL)
         s = warpgroup_mma_wait(0, deps=(s,))
+        # What a product has taken has arrived in registers.
+        mbarrier.arrive(q_empty, count=1)
         mbarrier.wait(do_full, ti & 1)
         for it in range(n, n + count):
             sk, sv = it % KST, it % VST

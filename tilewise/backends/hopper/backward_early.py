@@ -85,11 +85,12 @@ def weigher(
     while count >= 0:
         at = (ti & 1) * FIELDS
         k = operands_of(k_s, 0, NC, W, SL)
-        mbarrier.arrive(kv_empty, count=1)
         dv = zeros_of(NV, 64, W, OL)
         mbarrier.wait(q_full.index(n % ST), (n // ST) & 1, pred=count > 0)
         s = product_with(k, q_s, n % ST * NC, NC, W, SL)
         s = warpgroup_mma_wait(0, deps=(s,))
+        # What a product has taken has arrived in registers.
+        mbarrier.arrive(kv_empty, count=1)
         for it in range(n, n + count):
             st, slot = it % ST, it & 1
             ahead = it + 1
@@ -155,11 +156,11 @@ def sloper(
     while count >= 0:
         at = (ti & 1) * FIELDS
         v = operands_of(v_s, 0, NV, W, SL)
-        mbarrier.arrive(kv_empty, count=1)
         dk = zeros_of(NC, 64, W, OL)
         mbarrier.wait(do_full.index(n % ST), (n // ST) & 1, pred=count > 0)
         dp = product_with(v, do_s, n % ST * NV, NV, W, SL)
         dp = warpgroup_mma_wait(0, deps=(dp,))
+        mbarrier.arrive(kv_empty, count=1)
         for it in range(n, n + count):
             st, slot = it % ST, it & 1
             ahead = it + 1
