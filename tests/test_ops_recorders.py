@@ -104,3 +104,30 @@ def test_a_backward_of_eager_attention_inside_compiled_code():
 
     assert torch.compile(step, backend="eager")(torch.ones(1)) == 3
     torch.testing.assert_close([t.grad for t in x], list(want))
+
+
+def test_recorders_before_dispatch_see_each_call():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def three(q, k, v):
+        for _ in range(3):  # the second finds what the first one left
+            out = tw.attention(q, k, v, mask=tw.causal())
+        return out
+
+    q, k, v = (torch.randn(1, 2, 9, 16) for _ in range(3))
+    three(q, k, v)
+    graph = make_fx(three, pre_dispatch=True)(q, k, v)
+    assert sum(node.target == torch.ops.tilewise.attention.default for node in graph.graph.nodes) == 3
+    torch.testing.assert_close(graph(v, q, k), three(v, q, k))
+
+
+@pytest.mark.skipif(TORCH < (2, 11), reason="not tried with an older torch")
+def test_recorders_before_dispatch_see_gradients():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def gradients(q, k, v):
+        return torch.autograd.grad(tw.attention(q, k, v, mask=tw.causal()).pow(2).sum(), (q, k, v))
+
+    given, others = ([torch.randn(1, 2, 9, 16, requires_grad=True) for _ in range(3)] for _ in range(2))
+    graph = make_fx(gradients, pre_dispatch=True)(*given)
+    torch.testing.assert_close(list(graph(*others)), list(gradients(*others)))

@@ -21,6 +21,7 @@ from tilewise.dispatch import choose, registry
 from tilewise.memory_layout import laid_out_as
 from tilewise.ops import Attention, Numbers
 from tilewise.problem import decode_inputs, decode_problem, is_lazy
+from tilewise.recorders import PRE_DISPATCH, key_included
 from tilewise.spec.masks import as_mask
 from tilewise.spec.scores import ScoreTerm, as_terms
 
@@ -163,7 +164,7 @@ class Like:
             and (scale is self.scale or (type(scale) is float and scale == self.scale))
             and all(map(is_, options[1:], self.options))
             and forward_ad._current_level < 0
-            and not len_dispatch_stack()  # torch's own modes, which it does not compare
+            and not (len_dispatch_stack() or key_included(PRE_DISPATCH))  # modes, which it does not compare
             and self.made == (registry.version, ready.forgotten)
             and self.same(*tensors)
         )
@@ -222,6 +223,7 @@ def key_of(
         or type(v) not in _PLAIN
         or transforms_active()
         or len_dispatch_stack()
+        or key_included(PRE_DISPATCH)
         or forward_ad._current_level >= 0
         or q.is_neg()  # `problem.is_lazy`
         or k.is_neg()

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 # These modes see ops, and give real tensors fake results.
 _RECORDERS = [getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")]
 
+key_included = torch._C._dispatch_tls_is_dispatch_key_included
+PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+"""Included where calls are recorded before autograd sees them: make_fx(pre_dispatch=True), the tracing of export."""
+
 
 def is_recorded() -> bool:
     """Whether autograd (as under create_graph=True), forward mode or a transform looks at what is done now."""
@@ -28,6 +32,8 @@ def is_recorded() -> bool:
 def goes_through_op(tensors: Sequence[Tensor]) -> bool:
     """Whether somebody watches who must see an op."""
     if torch.compiler.is_compiling() or any(torch._C._get_dispatch_mode(m) is not None for m in _RECORDERS):
+        return True
+    if key_included(PRE_DISPATCH):
         return True
     # Only what dispatches by itself (fake, functional, distributed tensors) needs the op; a subclass that merely
     # renames Tensor keeps its forward mode, second order and vmap.
