@@ -271,7 +271,7 @@ def _captured(monkeypatch) -> list[tuple[int, int, bytes]]:
         made = compiling.compile_kernel(kernel, build, GPUTarget("cuda", 90, 32))
         found = object.__new__(compiling.Launcher)
         found.compiled = SimpleNamespace(asm=made.asm, metadata=made.metadata, function=1)
-        found.device = 0
+        found.device, found.function = 0, 1
         return found
 
     def launch_ex(config_at, function, params, extra_at):
