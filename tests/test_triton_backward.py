@@ -29,7 +29,7 @@ FUNCTIONS = (
     "hidden_values", "visible_values_spread", "one_visible_key", "large_scores", "part_of_the_keys",
     "one_leaf_in_two_batches", "two_leaves_by_column_packed", "loads_ahead",
     "tiles_looked_at_before", "products_used_twice", "nothing_written_outside", "sums_made_apart",
-    "holes_in_every_tile",
+    "holes_in_every_tile", "leaves_in_the_pivots",
     "tanh_keeps_its_digits",
 )  # fmt: skip
 

@@ -49,6 +49,7 @@ MASKS = {
     "strided": lambda n: tw.custom(lambda q, k: (q - k) % 500 < 120),
     "holes": lambda n: tw.causal() & tw.custom(lambda q, k: (q - k) % 4 < 2),
     "more holes": lambda n: tw.window(300, 99) & tw.custom(lambda q, k: (k - q) % 12 >= 6),
+    "captured holes": lambda n: tw.causal() & tw.custom(lambda q, k, period=7: (q - k) % period < 3),
 }
 
 

@@ -240,6 +240,38 @@ def tiles_looked_at_before() -> bool:
     return holds
 
 
+def leaves_in_the_pivots() -> bool:
+    """Heads of 65 to 128: documents, and keys that a leaf hides, in long calls and in packed sequences."""
+    from tilewise.backends.triton import launch_backward
+    from tilewise.backends.triton.tiles import Tiles
+
+    torch.manual_seed(0)
+    edges = torch.tensor([0, 40, 41, 110], dtype=torch.int32)
+    seen, ids = torch.rand(70) > 0.2, (torch.arange(110) // 23).to(torch.int32)
+    work, choose, holds = launch_backward.TMA_WORK, launch_backward.choose_backward, True
+    tiles = {"keys": Tiles(32, 32, 4, 2), "rows": Tiles(32, 32, 4, 2)}
+    launch_backward.choose_backward = lambda *of: choose(*of)._replace(**tiles)
+    launch_backward.TMA_WORK = 0.0
+    launch_backward._tiles.cache_clear()
+    try:
+        for packed in (False, True):
+            mask = tw.custom(lambda q, k, x: x[k] | (q == k), seen) if packed else tw.document(ids[None])
+            shape = (110, 2, 72) if packed else (1, 2, 110, 72)
+            tensors = [torch.randn(shape).half() for _ in range(4)]
+            found = []
+            for backend, dtype in (("triton", torch.float16), ("blockwise", torch.float64)):
+                *inputs, do = (t.to(dtype).requires_grad_() for t in tensors)
+                call = (tw.attention_varlen, (edges,)) if packed else (tw.attention, ())
+                out = call[0](*inputs, *call[1], mask=tw.causal() & mask, backend=backend)
+                found.append(torch.autograd.grad(out, inputs, do.detach()))
+            errors = [float((a.double() - b).abs().max()) for a, b in zip(*found, strict=True)]
+            holds = holds and max(errors) < 5e-3
+    finally:
+        launch_backward.TMA_WORK, launch_backward.choose_backward = work, choose
+        launch_backward._tiles.cache_clear()
+    return holds
+
+
 HOLED: tuple[tuple[Callable[..., object], Callable[[], tw.Mask] | None], ...] = (
     (lambda q, k: (q - k) % 4 < 2, tw.causal),
     (lambda q, k: (k - q) % 12 >= 6, lambda: tw.window(50, 9)),
@@ -296,6 +328,7 @@ FUNCTIONS: tuple[Callable[[], bool], ...] = (
     hidden_values, visible_values_spread, one_visible_key, large_scores, part_of_the_keys, one_leaf_in_two_batches,
     two_leaves_by_column_packed, loads_ahead, tiles_looked_at_before, products_used_twice,
     nothing_written_outside, sums_made_apart, holes_in_every_tile,
+    leaves_in_the_pivots,
     tanh_keeps_its_digits,
 )  # fmt: skip
 
