@@ -37,7 +37,7 @@ def scattered(k: torch.Tensor, v: torch.Tensor, size: int, lengths: torch.Tensor
     order = torch.randperm(b * n // size)
     pools = []
     for t in (k, v):
-        pool = memory.empty((b * n // size, h, size, d), t.dtype)  # as PagedKVCache makes it
+        pool = memory.pool((b * n // size, h, size, d), t.dtype)  # as PagedKVCache makes it
         pool[order] = t.view(b, h, n // size, size, d).transpose(1, 2).flatten(0, 1)
         pools.append(pool)
     return CacheView(*pools, lengths, order.view(b, -1).to(torch.int32), trusted=True)
@@ -48,7 +48,7 @@ def measure(name: str, b: int, n: int, rows: int, budget: float) -> dict:
     q, k, v = draw(b, 32, 8, rows, n, 128, DTYPES[name])
     lengths = torch.full((b,), n, dtype=torch.int32)
     # As KVCache.allocate makes them; those of "tensors" lie as torch makes them.
-    pieces = [memory.empty(t.shape, t.dtype).copy_(t) for t in (k, v)]
+    pieces = [memory.pool(t.shape, t.dtype).copy_(t) for t in (k, v)]
     views = {"one piece": CacheView(*pieces, lengths, trusted=True)}
     views |= {f"pages of {size}": scattered(k, v, size, lengths) for size in (64, 16, 1)}
     mask = tw.causal() if rows > 1 else None

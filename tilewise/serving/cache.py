@@ -149,8 +149,8 @@ class KVCache(CacheView):
     ) -> KVCache:  # fmt: skip
         """An empty cache; memory is not written."""
         shape = (batch, num_heads_kv, capacity)
-        k = memory.empty((*shape, head_dim), dtype, device)
-        v = memory.empty((*shape, head_dim if head_dim_v is None else head_dim_v), dtype, device)
+        k = memory.pool((*shape, head_dim), dtype, device)
+        v = memory.pool((*shape, head_dim if head_dim_v is None else head_dim_v), dtype, device)
         return KVCache(k, v)
 
     def select(self, sequences: Tensor | Sequence[int], *, apart: bool = False) -> CacheView:

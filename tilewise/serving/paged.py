@@ -54,8 +54,8 @@ class PagedKVCache:
                 raise OptionError(f"{name} is 1 or more, not {n}")
         shape = (num_layers, num_pages, num_heads_kv, page_size)
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
-        self.k = memory.empty((*shape, head_dim), dtype, device)
-        self.v = memory.empty((*shape, head_dim_v), dtype, device)
+        self.k = memory.pool((*shape, head_dim), dtype, device)
+        self.v = memory.pool((*shape, head_dim_v), dtype, device)
         self.k_scale, self.v_scale = k_scale, v_scale
         self.page_size, self.num_pages, self.num_layers = page_size, num_pages, num_layers
         most = num_pages * page_size if max_length is None else min(max_length, num_pages * page_size)
