@@ -6,7 +6,6 @@ The number of key splits, the packing of heads into rows and the block sizes are
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from typing import TYPE_CHECKING
 
@@ -14,20 +13,17 @@ import torch
 
 from tilewise.backends.cpu import fold, machine_code, pair_launch, pool
 from tilewise.backends.cpu.isa import BLOCK_ROWS, LINE, STRIP, Isa, detect, uses_pairs
+from tilewise.backends.cpu.parameter_block import Block, readable, strides_kv, strides_of
 from tilewise.backends.cpu.parameters import DECODE_BLOCK, DECODE_LEAST, LANES, SEGMENT, P
 from tilewise.backends.cpu.pieces import Piece
 from tilewise.backends.cpu.print_interval import needs_table
-from tilewise.backends.cpu.slots import Slots, describe, fill, float_bits
+from tilewise.backends.cpu.slots import Slots, describe, fill
 from tilewise.backends.protocol import Schedule
 from tilewise.spec import expression as ex
 from tilewise.spec.dropout import keep_threshold
 from tilewise.spec.tiles import TileGrid, classify_tiles
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
     from tilewise.problem import Inputs, Problem
 
 KEY_BLOCK = 96
@@ -154,70 +150,6 @@ def scratch_bytes(problem: Problem) -> int:
     tiles = (s.head_dim + s.head_dim_v + 2 * block) * BLOCK_ROWS
     wide = block * (max(s.head_dim, s.head_dim_v) + LINE // 4)
     return max(least, LANES.tile + 4 * (tiles + wide) + 8 * block + 512)
-
-
-class Block:
-    """A parameter block, with the tensors it points to kept alive."""
-
-    def __init__(self) -> None:
-        self.values = (ctypes.c_int64 * P.count)()
-        self.alive: list[object] = []
-        self.turn_tasks = 0
-        self.turned_bytes = 0
-
-    def set(self, slot: int, value: int) -> None:
-        self.values[slot] = value
-
-    def address_of(self, slot: int) -> int:
-        return ctypes.addressof(self.values) + 8 * slot
-
-    def set_float(self, slot: int, value: float) -> None:
-        self.values[slot] = float_bits(value)
-
-    def table(self, slot: int, numbers: Sequence[int]) -> None:
-        held = (ctypes.c_int64 * max(len(numbers), 1))(*numbers)
-        self.alive.append(held)
-        self.values[slot] = ctypes.addressof(held)
-
-    def tensor(self, slot: int, t: Tensor, strides: Sequence[int] = ()) -> None:
-        """Address of t, and its strides in bytes in the slots after."""
-        self.alive.append(t)
-        self.values[slot] = t.data_ptr()
-        for n, stride in enumerate(strides):
-            self.values[slot + 1 + n] = stride * t.element_size()
-
-    def scratch(self, size: int, threads: int) -> None:
-        """Scratch of each thread, on lines of 64 bytes."""
-        size = -(-size // 64) * 64
-        # No reader of what is here before it is written: the kernels fill what they add to.
-        memory = torch.empty(size * threads + 64, dtype=torch.uint8, device="cpu")
-        self.alive.append(memory)
-        self.values[P.scratch] = -(-memory.data_ptr() // 64) * 64
-        self.values[P.scratch_bytes] = size
-
-    def run(self, function: int, tasks: int, threads: int, first: int = 0) -> None:
-        """The function on as many threads as there are tasks for, at most `threads`; the tasks from `first` on."""
-        self.values[P.task] = first
-        self.values[P.thread] = 0
-        self.values[P.num_tasks] = first + tasks
-        pool.run_parallel(function, ctypes.addressof(self.values), min(threads, tasks))
-
-
-def strides_kv(problem: Problem, t: Tensor) -> tuple[int, int, int]:
-    """(batch or page, head, token) strides in elements of k or v."""
-    return (t.stride(0), t.stride(1), t.stride(2)) if problem.options.pages else strides_of(problem, t)
-
-
-def strides_of(problem: Problem, t: Tensor) -> tuple[int, int, int]:
-    """(batch, head, token) strides in elements of a q- or out-like tensor."""
-    if problem.options.layout == "dense":
-        return t.stride(0), t.stride(1), t.stride(2)
-    return 0, t.stride(1), t.stride(0)
-
-
-def readable(t: Tensor) -> Tensor:
-    """t, or a copy if its last dimension is not contiguous."""
-    return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
 
 
 @functools.lru_cache(maxsize=64)

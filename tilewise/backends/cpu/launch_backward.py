@@ -15,16 +15,14 @@ from tilewise.backends.cpu.launch import (
     FEWEST_TASKS,
     NAMES,
     SHORTEST_SPLIT,
-    Block,
     class_tables,
     common,
     kernel,
     link_spec,
     packs,
-    readable,
-    strides_of,
 )  # fmt: skip
 from tilewise.backends.cpu.leaf_sums import LeafSums
+from tilewise.backends.cpu.parameter_block import Block, readable, strides_of
 from tilewise.backends.cpu.parameters import LANES, P
 from tilewise.backends.cpu.pieces import Piece, covered, pieces
 from tilewise.backends.protocol import Gradients, Needs

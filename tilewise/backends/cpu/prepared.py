@@ -15,6 +15,7 @@ import torch
 
 from tilewise.backends.cpu import launch, pool
 from tilewise.backends.cpu.isa import detect, uses_pairs
+from tilewise.backends.cpu.parameter_block import Block, readable, strides_of
 from tilewise.backends.cpu.parameters import SEGMENT, P
 from tilewise.backends.cpu.slots import fill
 
@@ -47,7 +48,7 @@ def _new_scratch(size: int) -> tuple[Tensor, int]:
     return memory, (memory.data_ptr() + 63) & -64
 
 
-class _Block(launch.Block):
+class _Block(Block):
     """A parameter block with its own table of the spec's data, and an lse for when nobody asks for one."""
 
     def __init__(self) -> None:
@@ -98,7 +99,7 @@ class Forward:
     ) -> None:  # fmt: skip
         isa, dtype, s = detect(), launch.NAMES[problem.dtype], problem.shape
         out, lse = results
-        self._copied = any(launch.readable(t) is not t for t in (inputs.q, inputs.k, inputs.v))
+        self._copied = any(readable(t) is not t for t in (inputs.q, inputs.k, inputs.v))
         block = _Block()
         launch.common(block, problem, inputs)
         of_the_call = len(block.alive)
@@ -108,7 +109,7 @@ class Forward:
         # Copies of the block hold addresses of these; the call's tensors stay with the caller.
         self._tables = block.alive[of_the_call:]
         dense = problem.options.layout == "dense"
-        block.tensor(P.out, out, launch.strides_of(problem, out))
+        block.tensor(P.out, out, strides_of(problem, out))
         block.tensor(P.lse, lse, lse.stride()[:2] if dense else (0, lse.stride(0)))
         block.set(P.wide_out, int(problem.out_dtype == torch.float32))
         block.set(P.key_block, launch.key_block(problem, decode))
@@ -161,7 +162,7 @@ class Forward:
         tasks, splits = (self._tasks, self._splits) if segments is None else segments[1:3]
         if tasks == 0:
             return True
-        q, k, v = map(launch.readable, qkv) if self._copied else qkv
+        q, k, v = map(readable, qkv) if self._copied else qkv
         try:
             block = self._free.pop()
         except IndexError:
