@@ -7,8 +7,9 @@ atomic, and bits do not depend on threads.
 
 lse = m + ln l is rounded to the size of m and out to its own type; weights from lse and delta from out carry both
 roundings into the gradients. Where all keys of a segment lie in one super-block, m, l and delta are
-computed afresh in a first pass over the tiles (two products beside the five); longer rows have the error of any
-backward pass from lse.
+computed afresh in a first pass over the tiles, whose s and dp stay for the second; where they cannot (bf16 pairs, a
+spec with slopes of its own), two products come beside the five. Longer rows have the error of any backward pass
+from lse.
 
 Per tile: s and dp (keys x rows) -> p and ds (fold the terms' derivatives) -> dv += p do, dk += ds q, dq += ds k.
 
