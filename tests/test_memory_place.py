@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilewise import memory
+from tilewise.serving import KVCache
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
@@ -25,6 +26,8 @@ def test_pools_begin_with_a_huge_page(dtype: torch.dtype) -> None:
 def test_tensors_without_memory_and_small_ones() -> None:
     assert memory.pool((3, 1 << 23), device="meta").device.type == "meta"
     assert memory.pool((2, 3)).untyped_storage().nbytes() == 24
+    with torch.device("meta"):
+        assert memory.pool((3, 1 << 23), device=None).device.type == "meta"
     with FakeTensorMode():
         assert memory.pool((3, 1 << 23), torch.bfloat16).shape == (3, 1 << 23)
 
@@ -38,3 +41,11 @@ def test_a_view_is_written_and_saved_as_any_tensor(tmp_path) -> None:
     assert t.grad is not None and float(t.grad[0]) == 2.0
     torch.save(t.detach(), tmp_path / "t.pt")
     torch.testing.assert_close(torch.load(tmp_path / "t.pt"), t.detach())
+
+
+def test_large_caches_take_any_device() -> None:
+    """Without a device, with one that is named, and with one that is not the processor."""
+    for device in (None, "cpu", torch.device("cpu"), "meta"):
+        cache = KVCache.allocate(1, 2, 16384, 128, device=device)
+        assert cache.k.shape == (1, 2, 16384, 128)
+        assert cache.k.device.type == ("meta" if device == "meta" else "cpu")

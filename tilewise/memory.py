@@ -57,19 +57,18 @@ def pool(shape: Sequence[int], dtype: torch.dtype = torch.float32, device: Any =
     So none of it is left to small pages, and no run of 4 KiB lies in two of them: 4096 keys take 0.92 of the time in
     pages of 16, and 0.96 in one piece (measured on Zen 3, bf16, eight heads of 128).
     """
-    size = math.prod(shape) * dtype.itemsize
-    advise = _madvise() if size >= 4 * HUGE and torch.device(device).type == "cpu" else None
+    size, advise = math.prod(shape) * dtype.itemsize, None
+    if size >= 4 * HUGE:
+        t = torch.empty(0, dtype=dtype, device=device)  # says what no device, and modes, mean
+        advise = _madvise() if type(t) is torch.Tensor and t.device.type == "cpu" else None
     if advise is None:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     held = torch.empty(size + HUGE, dtype=torch.uint8, device=device)
-    if type(held) is not torch.Tensor or held.device.type != "cpu":
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
     # Memory that nobody has met costs nothing: what lies before the tensor is never touched.
     before = -held.data_ptr() % HUGE
     if before % dtype.itemsize:
         return empty(shape, dtype, device)
     advise(held.data_ptr() + before, size // HUGE * HUGE, _MADV_HUGEPAGE)  # an answer of no changes nothing
-    t = torch.empty(0, dtype=dtype, device=device)
     return t.set_(held.untyped_storage(), before // dtype.itemsize, tuple(shape))
 
 
