@@ -69,7 +69,9 @@ def pool(shape: Sequence[int], dtype: torch.dtype = torch.float32, device: Any =
     if before % dtype.itemsize:
         return empty(shape, dtype, device)
     advise(held.data_ptr() + before, size // HUGE * HUGE, _MADV_HUGEPAGE)  # an answer of no changes nothing
-    return t.set_(held.untyped_storage(), before // dtype.itemsize, tuple(shape))
+    strides = tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))
+    t.set_(held.untyped_storage(), before // dtype.itemsize, tuple(shape), strides)
+    return t
 
 
 def zeros(shape: Sequence[int]) -> Tensor:
