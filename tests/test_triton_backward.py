@@ -285,6 +285,20 @@ def test_a_short_period_is_a_pattern_of_bits() -> None:
         assert stripes_of(split_holes(_problem((), mask=tw.custom(function)).spec.keep)[1]) is None
 
 
+def test_a_pattern_whose_bits_are_not_sure_is_printed_as_it_stands() -> None:
+    """Bounds leave room about floats that all but meet, and about integers that wrap: a bit may not be guessed."""
+    from tilewise.backends.triton.holes import bits_of, split_holes, stripes_of
+
+    for function in (
+        lambda q, k: ((q - k) % 7) * 0.1 < 0.3,
+        lambda q, k: ((q - k) % 7) / 7 < 3 / 7,
+        lambda q, k: ((k - q) % 31) * 2000000000 > 0,
+    ):
+        hole = split_holes(_problem((), mask=tw.custom(function)).spec.keep)[1]
+        stripes = stripes_of(hole)
+        assert stripes is not None and bits_of(stripes, hole) is None
+
+
 def test_short_periods_that_a_function_captures_are_literals_of_the_backward() -> None:
     """Long ones stay numbers of the call, and so does everything in a score."""
     from tilewise.backends.triton.holes import mask_kind, settle

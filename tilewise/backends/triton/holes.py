@@ -205,13 +205,17 @@ def _no_load(node: Node, indices: object) -> NoReturn:
     raise AssertionError(node.op)
 
 
-def bits_of(stripes: Stripes, node: Node) -> int:
-    """Bit n says whether a condition holds where the column is n ahead, modulo the period, a literal."""
+def bits_of(stripes: Stripes, node: Node) -> int | None:
+    """Bit n says whether a condition holds where the column is n ahead, modulo the period, a literal; None where bounds
+    do not say it for sure, as of floats that all but meet and of integers that wrap."""
     bits, period = 0, int(stripes.period.value)  # type: ignore[arg-type]
     for n in range(period):
         turn = ex.const((n if stripes.ahead else -n) % period)
         alone = ex.substitute(node, {stripes.remainder: turn})
-        bits |= bool(evaluate(alone, {}, (), (), _no_load).hi) << n
+        found = evaluate(alone, {}, (), (), _no_load)
+        if bool(found.lo) != bool(found.hi):
+            return None
+        bits |= bool(found.hi) << n
     return bits
 
 
@@ -221,8 +225,11 @@ def _literal_stripes(node: Node, lines: list[str]) -> str:
     stripes = stripes_of(node)
     if stripes is None or not 2 < _divisor(stripes.remainder) < 32 or shift_of(stripes.remainder) is not None:
         return ""
+    pattern = bits_of(stripes, node)
+    if pattern is None:
+        return ""
     period = f"tl.full((), {stripes.period.value}, tl.int32)"
-    bits = f"tl.full((), {bits_of(stripes, node)}, tl.uint32)"
+    bits = f"tl.full((), {pattern}, tl.uint32)"
     reciprocal = f"{-(-(2**16) // int(stripes.period.value))}"  # type: ignore[arg-type]
     before, residues = _residues(stripes, period, reciprocal)
     lines += before
