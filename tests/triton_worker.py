@@ -281,6 +281,7 @@ HOLED: tuple[tuple[Callable[..., object], Callable[[], tw.Mask] | None], ...] = 
     (lambda q, k, n=12: (q - k) % n < n // 2, tw.causal),
     (lambda q, k, n=40: (k - q) % n < 30, tw.causal),
     (lambda q, k: ((q - k) % 7) * 0.1 < 0.3, tw.causal),
+    (lambda q, k: ((q - k) % 5 < 2) & ((k - q) % 7 != 1), None),
     (lambda q, k: k % 5 != 3, tw.causal),
 )
 """Masks with holes in every tile, and what they are joined with."""

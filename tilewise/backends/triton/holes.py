@@ -192,12 +192,14 @@ def print_holes(name: str, keep: Node | None, slots: Slots) -> str:
 
 
 def _residues(stripes: Stripes, period: str, reciprocal: str) -> tuple[list[str], str]:
-    """Statements that name where a tile begins, modulo the period, and the remainders of its rows and columns."""
+    """Statements that name where a tile begins, modulo the period, and the remainders of its rows and columns. Names
+    are of the position and the period: a mask may have several."""
     lines, residues = [], []
     for position in (stripes.row, stripes.column):
         own, *starts = _PLACES[str(position.value)]
-        lines.append(f"{own}_start = mod_int({' + '.join(starts)}, {period})")
-        residues.append(f"residue({own}, {own}_start, {period}, {reciprocal})")
+        start = f"{position.value}_start_{stripes.period.value}"
+        lines.append(f"{start} = mod_int({' + '.join(starts)}, {period})")
+        residues.append(f"residue({own}, {start}, {period}, {reciprocal})")
     return lines, ", ".join(residues)
 
 
