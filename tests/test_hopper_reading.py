@@ -146,3 +146,27 @@ def test_a_child_of_fork_may_read_while_its_parent_changes_something():
         [sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.split() == ["0"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_child_of_fork_while_another_thread_reads_has_triton_as_it_was():
+    text = (
+        "import os, threading, warnings; warnings.simplefilter('ignore')\n"
+        "from tilewise.backends.hopper import reading\n"
+        "if not reading.replacements(): print(0); raise SystemExit\n"
+        "owner, name, _ = reading.replacements()[0]\n"
+        "before, inside, done = vars(owner)[name], threading.Event(), threading.Event()\n"
+        "def read():\n"
+        "    with reading.quick_reading(): inside.set(); done.wait()\n"
+        "threading.Thread(target=read).start(); inside.wait()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    same = vars(owner)[name] is before\n"
+        "    with reading.quick_reading(): same &= vars(owner)[name] is not before\n"
+        "    os._exit(not (same and vars(owner)[name] is before))\n"
+        "done.set(); print(os.waitpid(child, 0)[1])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["0"]

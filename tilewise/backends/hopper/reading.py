@@ -58,16 +58,21 @@ def _enter() -> None:
 def _leave() -> None:
     global _depth
     with _lock:
-        _depth -= 1
+        _depth = max(_depth - 1, 0)
         if _depth == 0:
-            while _before:
-                setattr(*_before.pop())
+            _put_back()
+
+
+def _put_back() -> None:
+    while _before:
+        setattr(*_before.pop())
 
 
 def _fresh() -> None:
-    """In a child of fork: no other thread is left that could give the lock back."""
-    global _lock
-    _lock = threading.Lock()
+    """In a child of fork: no other thread is left that could give the lock back, or put back what it replaced."""
+    global _lock, _depth
+    _lock, _depth = threading.Lock(), 0
+    _put_back()
 
 
 if hasattr(os, "register_at_fork"):
