@@ -288,7 +288,7 @@ HOLED: tuple[tuple[Callable[..., object], Callable[[], tw.Mask] | None], ...] = 
 
 
 def holes_in_every_tile() -> bool:
-    """Masks of which a part applies to FULL tiles, too; positions begin anywhere; by descriptors and without."""
+    """Masks of which a part applies to FULL tiles, too; positions begin anywhere; by descriptors, some without."""
     from tilewise.backends.triton import launch_backward
     from tilewise.backends.triton.tiles import Tiles
 
@@ -296,13 +296,13 @@ def holes_in_every_tile() -> bool:
     work, choose, holds = launch_backward.TMA_WORK, launch_backward.choose_backward, True
     tiles = {"keys": Tiles(32, 32, 4, 2), "rows": Tiles(32, 32, 4, 2)}
     launch_backward.choose_backward = lambda *of: choose(*of)._replace(**tiles)
-    q, do = (torch.randn(1, 2, 111, 40).half() for _ in range(2))
-    k, v = (torch.randn(1, 1, 150, 40).half() for _ in range(2))
+    q, do = (torch.randn(1, 2, 75, 40).half() for _ in range(2))
+    k, v = (torch.randn(1, 1, 107, 40).half() for _ in range(2))
     try:
-        for function, other in HOLED:
+        for n, (function, other) in enumerate(HOLED):
             mask = tw.custom(function) if other is None else other() & tw.custom(function)
             wanted = _gradients("blockwise", *(t.double() for t in (q, k, v, do)), mask=mask)
-            for launch_backward.TMA_WORK in (0.0, math.inf):
+            for launch_backward.TMA_WORK in (0.0, math.inf) if n % 4 == 0 else (0.0,):
                 launch_backward._tiles.cache_clear()
                 found = _gradients("triton", q, k, v, do, mask=mask)
                 errors = [float((a.double() - b).abs().max()) for a, b in zip(found, wanted, strict=True)]
