@@ -129,6 +129,12 @@ def test_signatures_and_arguments_are_those_of_inspect():
         ours.getcallargs(plain)
 
 
+def _printed(text: str) -> list[str]:
+    """What a process of its own prints."""
+    command = [sys.executable, "-c", text]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split()
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_child_of_fork_may_read_while_its_parent_changes_something():
     text = (
@@ -142,10 +148,7 @@ def test_a_child_of_fork_may_read_while_its_parent_changes_something():
         "    os._exit(0)\n"
         "print(os.waitpid(child, 0)[1])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.split() == ["0"]
+    assert _printed(text) == ["0"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
@@ -166,7 +169,4 @@ def test_a_child_of_fork_while_another_thread_reads_has_triton_as_it_was():
         "    os._exit(not (same and vars(owner)[name] is before))\n"
         "done.set(); print(os.waitpid(child, 0)[1])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.split() == ["0"]
+    assert _printed(text) == ["0"]

@@ -45,18 +45,15 @@ def _check(error: int, what: str) -> None:
 
 def load(name: str, build: Build, device: int) -> Stored | None:
     """A launcher of the kernel kept under a name; None where there is none, or the driver does not take it."""
-    kept = shelf.find(name)
-    if kept is None or _driver() is None:
-        return None
-    try:
-        return Stored(kept, build, device)
-    except (RuntimeError, ValueError, AttributeError):
-        return None
+    return _stored(shelf.find(name), build, device)
 
 
 def of(compiled: Any, build: Build, device: int) -> Stored | None:
     """A launcher of what Triton compiled; None where only Triton's own can launch it."""
-    kept = shelf.kept_of(compiled)
+    return _stored(shelf.kept_of(compiled), build, device)
+
+
+def _stored(kept: shelf.Kept | None, build: Build, device: int) -> Stored | None:
     if kept is None or _driver() is None:
         return None
     try:
