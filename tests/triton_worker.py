@@ -7,6 +7,7 @@ Tasks: `cases` runs conformance cases with gradients; `functions` the named func
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -210,19 +211,30 @@ def _of_heads(q, k, h):
     return ((q // 24 + k // 40 + h) % 3 != 0) | (q == k)
 
 
-def tiles_looked_at_before() -> bool:
-    """Where the visible tiles of a head, and of a packed sequence, begin and end is known before the walk."""
+@contextlib.contextmanager
+def small_tiles() -> Iterator[None]:
+    """Backward calls by tiles of 32 by 32, by descriptors however short."""
     from tilewise.backends.triton import launch_backward
     from tilewise.backends.triton.tiles import Tiles
 
-    torch.manual_seed(0)
-    edges = torch.tensor([0, 40, 41, 41, 100], dtype=torch.int32)
-    work, choose, holds = launch_backward.TMA_WORK, launch_backward.choose_backward, True
+    work, choose = launch_backward.TMA_WORK, launch_backward.choose_backward
     tiles = {"keys": Tiles(32, 32, 4, 2), "rows": Tiles(32, 32, 4, 2)}
     launch_backward.choose_backward = lambda *of: choose(*of)._replace(**tiles)
     launch_backward.TMA_WORK = 0.0
     launch_backward._tiles.cache_clear()
     try:
+        yield
+    finally:
+        launch_backward.TMA_WORK, launch_backward.choose_backward = work, choose
+        launch_backward._tiles.cache_clear()
+
+
+def tiles_looked_at_before() -> bool:
+    """Where the visible tiles of a head, and of a packed sequence, begin and end is known before the walk."""
+    torch.manual_seed(0)
+    edges = torch.tensor([0, 40, 41, 41, 100], dtype=torch.int32)
+    holds = True
+    with small_tiles():
         for packed, mask in ((False, tw.causal() & tw.custom(_of_heads)), (True, tw.custom(_of_heads))):
             q, do = (torch.randn(100, 2, 40) if packed else torch.randn(2, 2, 70, 40) for _ in range(2))
             k, v = (torch.randn(100, 1, 40) if packed else torch.randn(2, 1, 90, 40) for _ in range(2))
@@ -234,26 +246,16 @@ def tiles_looked_at_before() -> bool:
                 found.append(torch.autograd.grad(out, inputs, do.half().to(dtype)))
             errors = [float((a.double() - b).abs().max()) for a, b in zip(*found, strict=True)]
             holds = holds and max(errors) < 5e-3
-    finally:
-        launch_backward.TMA_WORK, launch_backward.choose_backward = work, choose
-        launch_backward._tiles.cache_clear()
     return holds
 
 
 def leaves_in_the_pivots() -> bool:
     """Heads of 65 to 128: documents, and keys that a leaf hides, in long calls and in packed sequences."""
-    from tilewise.backends.triton import launch_backward
-    from tilewise.backends.triton.tiles import Tiles
-
     torch.manual_seed(0)
     edges = torch.tensor([0, 40, 41, 110], dtype=torch.int32)
     seen, ids = torch.rand(70) > 0.2, (torch.arange(110) // 23).to(torch.int32)
-    work, choose, holds = launch_backward.TMA_WORK, launch_backward.choose_backward, True
-    tiles = {"keys": Tiles(32, 32, 4, 2), "rows": Tiles(32, 32, 4, 2)}
-    launch_backward.choose_backward = lambda *of: choose(*of)._replace(**tiles)
-    launch_backward.TMA_WORK = 0.0
-    launch_backward._tiles.cache_clear()
-    try:
+    holds = True
+    with small_tiles():
         for packed in (False, True):
             mask = tw.custom(lambda q, k, x: x[k] | (q == k), seen) if packed else tw.document(ids[None])
             shape = (110, 2, 72) if packed else (1, 2, 110, 72)
@@ -266,9 +268,6 @@ def leaves_in_the_pivots() -> bool:
                 found.append(torch.autograd.grad(out, inputs, do.detach()))
             errors = [float((a.double() - b).abs().max()) for a, b in zip(*found, strict=True)]
             holds = holds and max(errors) < 5e-3
-    finally:
-        launch_backward.TMA_WORK, launch_backward.choose_backward = work, choose
-        launch_backward._tiles.cache_clear()
     return holds
 
 
@@ -290,15 +289,12 @@ HOLED: tuple[tuple[Callable[..., object], Callable[[], tw.Mask] | None], ...] = 
 def holes_in_every_tile() -> bool:
     """Masks of which a part applies to FULL tiles, too; positions begin anywhere; by descriptors, some without."""
     from tilewise.backends.triton import launch_backward
-    from tilewise.backends.triton.tiles import Tiles
 
     torch.manual_seed(0)
-    work, choose, holds = launch_backward.TMA_WORK, launch_backward.choose_backward, True
-    tiles = {"keys": Tiles(32, 32, 4, 2), "rows": Tiles(32, 32, 4, 2)}
-    launch_backward.choose_backward = lambda *of: choose(*of)._replace(**tiles)
+    holds = True
     q, do = (torch.randn(1, 2, 75, 40).half() for _ in range(2))
     k, v = (torch.randn(1, 1, 107, 40).half() for _ in range(2))
-    try:
+    with small_tiles():
         for n, (function, other) in enumerate(HOLED):
             mask = tw.custom(function) if other is None else other() & tw.custom(function)
             wanted = _gradients("blockwise", *(t.double() for t in (q, k, v, do)), mask=mask)
@@ -311,9 +307,6 @@ def holes_in_every_tile() -> bool:
         k[:, :, 3::5], v[:, :, 3::5] = math.nan, math.inf
         dirty = _gradients("triton", q, k, v, do, mask=mask)
         holds = holds and all(float((a - b).abs().max()) < 5e-3 for a, b in zip(dirty, found, strict=True))
-    finally:
-        launch_backward.TMA_WORK, launch_backward.choose_backward = work, choose
-        launch_backward._tiles.cache_clear()
     return holds
 
 

@@ -368,7 +368,7 @@ def consumer(
     (5): a wait for a barrier in between keeps the compiler from moving it up. With S (-1), which frees the registers of
     P for folds that need many. BOUNDED: scores are a bounded number of powers of two above or below the row's shift, so
     weights are taken without a maximum, and the state is never rescaled.
-    HELD: columns of q that products read from registers; its memory is free for the next tile's at once. APART: a row's
+    HELD: columns of q that products read from registers; its memory is free after the first S. APART: a row's
     sum of weights stays with its four threads until the end.
     """
     o_s0, o_b, o_h, o_n, l_s, l_b, l_h = strides

@@ -110,9 +110,8 @@ class Recipe(NamedTuple):
     """A launch of the forward kernel with everything that calls of one kind share; see `kind_of`.
 
     run: the kernel; again: the launch after it that repeats noted tiles, or None; before: the launch that finds where
-    visible tiles begin and end, or None. values: the arguments, in which a
-    call's own are replaced (`_own_values`). grid: programs. aligned: addresses are multiples of
-    16 bytes.
+    visible tiles begin and end, or None. values: the arguments, in which a call's own are replaced (`_own_values`).
+    grid: programs. aligned: addresses are multiples of 16 bytes.
     """
 
     run: Any

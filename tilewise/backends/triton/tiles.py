@@ -149,13 +149,8 @@ def _narrow(problem: Problem, d: int, dv: int, block_m: int, machine: Machine, p
         # read half of what they did from shared memory: causal 570 instead of 542, windows 357 and 337, ALiBi 494 and
         # 453, documents, which find their pivots moving, the same as before. Where nothing is hidden, scores are formed
         # ahead: 600; under masks and with terms a branch inside that loop costs more than it gives.
-        loop = (
-            "ahead"
-            if hopper and lasting
-            else "held"
-            if lazy and not pairs or parts and pairs == 2
-            else "plain"
-        )
+        held = parts if pairs == 2 else lazy and not pairs
+        loop = "ahead" if hopper and lasting else "held" if held else "plain"
         stages = 2 if problem.spec.dropout or (pairs and loop != "held") else 3
         return Tiles(min(block_m, 64), 64, 4, stages, loop=loop, parts=parts, lazy=lazy)
     if _reads(problem):
