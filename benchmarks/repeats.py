@@ -7,7 +7,8 @@
 exact: deterministic=True; of the first run and every later one dq, dk and dv are compared bit by bit. default: the
 default's additions to dq come in any order and so round differently; the largest difference from the first run is
 printed in units of the largest gradient. small: forward and backward of short problems, each with fresh inputs in
-poisoned surroundings, compared with float64; it runs without a GPU, too (--backend cpu). Lines: one a cell, flushed as it ends.
+poisoned surroundings, compared with float64; it runs without a GPU, too (--backend cpu). Lines: one a cell, flushed
+as it ends.
 """
 
 from __future__ import annotations
