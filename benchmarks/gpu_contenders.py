@@ -41,7 +41,8 @@ class Cell:
     """One problem. mask: full, causal, window:W (causal, W keys back), documents:MEAN (causal inside each), packed:MEAN
     (the same as packed sequences), user (causal, and of every STRIDE distances the first half) or user:STRIDE, whose
     number a function captures, or literal:STRIDE, where it stands in the function's text.
-    score: "", alibi, softcap, bias (a trained (1, H, N, N)), column_bias (trained, (B, 1, 1, N))."""
+    score: "", alibi, softcap, bias (a trained (1, H, N, N)), column_bias (trained, (B, 1, 1, N)), sink (a trained
+    (H,))."""
 
     name: str
     batch: int
@@ -127,6 +128,8 @@ class Cell:
             made.append(torch.randn(1, self.heads, self.rows, self.n, device="cuda", dtype=self.dtype))
         if self.score == "column_bias":
             made.append(torch.randn(self.batch, 1, 1, self.n, device="cuda", dtype=self.dtype))
+        if self.score == "sink":
+            made.append(torch.randn(self.heads, device="cuda"))
         return made
 
 
@@ -168,16 +171,18 @@ def ours(cell: Cell, backend: str) -> tuple[str, Attend]:
 
         def attend_packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return tw.attention_varlen(
-                q, k, v, starts, starts, mask=mask, backend=name, deterministic=deterministic
+                q, k, v, starts, starts, mask=mask, scores=terms, backend=name, deterministic=deterministic
             )
 
         return "nhd", attend_packed
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *leaf: Tensor) -> Tensor:
-        scores = tuple(tw.bias(t) for t in leaf) or terms
+        sink = leaf[0] if cell.score == "sink" else None
+        scores = terms if sink is not None else tuple(tw.bias(t) for t in leaf) or terms
         return tw.attention(
-            q, k, v, mask=mask, scores=scores, dropout=cell.dropout, backend=name, deterministic=deterministic
-        )
+            q, k, v, mask=mask, scores=scores, sink=sink, dropout=cell.dropout, backend=name,
+            deterministic=deterministic,
+        )  # fmt: skip
 
     return "bhnd", attend
 
@@ -211,8 +216,8 @@ def flex(cell: Cell, mode: str | None, options: dict[str, Any] | None = None) ->
     import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    if cell.dropout:
-        raise Refused("flex_attention has no dropout")
+    if cell.dropout or cell.score == "sink":
+        raise Refused("flex_attention has neither dropout nor sinks")
     if cell.mask.startswith("packed"):
         raise Refused("packed sequences are documents as a mask")
     torch._dynamo.reset()
@@ -340,6 +345,27 @@ SECTIONS: dict[str, tuple[Cell, ...]] = {
         Cell("window4096-D128-N32768", 1, 16, 16, 32768, 128, "window:4096"),
         Cell("D96-N8192-causal", 2, 21, 21, 8192, 96, "causal"),
         Cell("D192_128-N8192-causal", 2, 16, 16, 8192, 192, "causal", d_v=128),
+    ),
+    "worth": (
+        Cell("packed1024-D64", 1, 32, 32, 16384, 64, "packed:1024"),
+        Cell("packed1024-D128-gqa", 1, 16, 4, 16384, 128, "packed:1024"),
+        Cell("packed1024-D96", 1, 21, 21, 16384, 96, "packed:1024"),
+        Cell("packed1024-D256", 1, 8, 8, 16384, 256, "packed:1024"),
+        Cell("packed1024-D128-softcap", 1, 16, 16, 16384, 128, "packed:1024", "softcap"),
+        Cell("packed4096-D128", 1, 16, 16, 16384, 128, "packed:4096"),
+        Cell("softcap-D128-N4096-causal", 4, 16, 16, 4096, 128, "causal", "softcap"),
+        Cell("softcap-D256-N4096-window1024-gqa", 4, 8, 4, 4096, 256, "window:1024", "softcap"),
+        Cell("softcap-D64-N1024-causal", 16, 32, 32, 1024, 64, "causal", "softcap"),
+        Cell("alibi-D128-N4096-causal", 4, 16, 16, 4096, 128, "causal", "alibi"),
+        Cell("alibi-D64-N1024-causal", 16, 32, 32, 1024, 64, "causal", "alibi"),
+        Cell("alibi-D96-N4096-causal", 4, 21, 21, 4096, 96, "causal", "alibi"),
+        Cell("sink-D64-N4096-causal-gqa", 4, 32, 4, 4096, 64, "causal", "sink"),
+        Cell("sink-D64-N4096-window128-gqa", 4, 32, 4, 4096, 64, "window:128", "sink"),
+        Cell("sink-D128-N1024-causal", 16, 16, 16, 1024, 128, "causal", "sink"),
+        Cell("documents1024-D128", 1, 16, 16, 16384, 128, "documents:1024"),
+        Cell("documents1024-D64", 1, 32, 32, 16384, 64, "documents:1024"),
+        Cell("D256-N1024-causal", 16, 8, 8, 1024, 256, "causal"),
+        Cell("window128-D128-N4096", 4, 16, 16, 4096, 128, "window:128"),
     ),
     "decode": tuple(
         Cell(f"decode-B{b}-H{h}/{hkv}-N{n}", b, h, hkv, n, 128, "full", q_rows=1)
