@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -41,6 +42,34 @@ def facts_of(compiled: Any) -> Facts:
     )
     serialised = [line for line in lines if "serialized" in line]
     return Facts(spilled, serialised, compiled.metadata.shared, compiled.asm["ptx"])
+
+
+_INTO = re.compile(r"add\.s32\s+(%r\d+), %r\d+, (\d+);")
+_AT = re.compile(r"\[\s*(global_smem\+\d+|%r\d+)[\s+0]*\]")
+
+
+def reused_barriers(ptx: str) -> set[int]:
+    """Places in shared memory at which a kernel makes a barrier, and another one or which it reads or writes as ordinary
+    memory: when processes take turns on a device, what a barrier was is written there."""
+    offsets: dict[str, int] = {}
+    barriers: list[int] = []
+    others: set[int] = set()
+    for line in ptx.splitlines():
+        if found := _INTO.search(line):
+            offsets[found[1]] = int(found[2])
+        place = _AT.search(line)
+        if place is None:
+            continue
+        name = place[1]
+        at = int(name.partition("+")[2]) if name.startswith("global_smem") else offsets.get(name)
+        if at is None:
+            continue
+        if "mbarrier.init" in line:
+            barriers.append(at)
+        elif "st.shared" in line or "ld.shared" in line:
+            others.add(at)
+    reused = {at for at in barriers if any(at - 4 <= other < at + 8 for other in others)}
+    return reused | {at for at in barriers if barriers.count(at) > 1}
 
 
 def spec_of(mask: Any = None, scores: Any = ()) -> tuple[AttentionSpec, list[torch.Tensor]]:

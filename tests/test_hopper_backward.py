@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hopper_compile import reused_barriers
 
 import tilewise as tw
 from tilewise.backends.protocol import Needs
@@ -134,6 +135,7 @@ def test_kernels_compile_without_waits(name: str, builds: list) -> None:
     for build in builds:
         said, shared, text = _assembled(*build)
         assert "C75" not in said and shared <= SHARED, said
+        assert not reused_barriers(text)
         if max(d, d_v) <= 128:
             # Where walks are long the copy engine adds to dq, else threads do.
             assert ("cp.reduce.async.bulk" in text) == name.startswith("long")

@@ -15,7 +15,7 @@ import tilewise as tw
 triton = pytest.importorskip("triton", reason="needs Triton")
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="needs Gluon")
 
-from hopper_compile import alibi_of, compile_forward, spec_of  # noqa: E402
+from hopper_compile import alibi_of, compile_forward, reused_barriers, spec_of  # noqa: E402
 
 from tilewise.backends.hopper.launch_forward import early_lines, schedule  # noqa: E402
 from tilewise.backends.hopper.source import print_module  # noqa: E402
@@ -49,6 +49,7 @@ def _sound(facts) -> None:
     assert not facts.serialised
     assert facts.spilled == 0
     assert facts.shared <= SHARED
+    assert not reused_barriers(facts.ptx)
     assert "wgmma.mma_async" in facts.ptx
 
 

@@ -13,6 +13,7 @@ import tilewise as tw
 pytest.importorskip("triton", reason="needs Triton")
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="needs Gluon")
 
+from hopper_compile import reused_barriers
 from test_hopper_backward import SHARED, _assembled, _call, _drawn, _error, _truth, builds, on_gpu
 
 __all__ = ["builds"]
@@ -34,8 +35,9 @@ def test_kernels_of_wide_heads(name: str, builds: list) -> None:
     names = {kernel.__name__ for kernel, _ in builds}
     assert names == {"early", "rows" if "scores" in options else "drawn_rows"}
     for build in builds:
-        said, shared, _ = _assembled(*build)
+        said, shared, text = _assembled(*build)
         assert "C75" not in said and shared <= SHARED, said
+        assert not reused_barriers(text)
         assert max(int(n) for n in re.findall(r"(\d+) bytes spill stores", said)) <= 40, said
 
 

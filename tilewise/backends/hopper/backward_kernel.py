@@ -451,8 +451,10 @@ def halves_program(
         dq_s = out_s._reinterpret(gl.float32, [2, 16, 256], gl.NVMMASharedLayout(0, 32, 2))
     slots = (slots_of(2 * FIELDS), slots_of(RING * ENTRY))
     kv_full, kv_empty = barriers(KV, 1), barriers(KV, 3 if ORDER or AHEAD else 2)
-    turns = (barriers(1, 1).index(0), barriers(1, 2).index(0))
     q_full, q_empty, do_full, ds_full = barriers(ST, 1), barriers(ST, 2), barriers(ST, 1), barriers(2, 2)
+    turns = (kv_full.index(0), kv_full.index(0))
+    if ORDER or AHEAD:
+        turns = (barriers(1, 1).index(0), barriers(1, 2).index(0))
     fence_async_shared()
     sizes = (batch, heads, group, seqlen_q, seqlen_k, row_tiles, key_tiles, swizzle)
     tables = (cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr)

@@ -432,7 +432,9 @@ def forward_program(
     k_full, k_empty = barriers(ST, 1), barriers(ST, NWG)
     v_full, v_empty = barriers(ST, 1), barriers(ST, NWG)
     tile_full, tile_empty = barriers(2, 1), barriers(2, NWG)
-    loaded = barriers(1, 1)
+    loaded = k_full
+    if CARE and not LATER:
+        loaded = barriers(1, 1)
     fence_async_shared()
     sizes = (batch, heads, seqlen_q, seqlen_k, row_tiles, swizzle, splits, early)
     tables = (cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr)

@@ -13,7 +13,11 @@ from tilewise.backends.hopper.names import tma_load
 
 @gluon.jit
 def barriers(n: gl.constexpr, count: gl.constexpr):
-    """n barriers, each complete after `count` arrivals."""
+    """n barriers, each complete after `count` arrivals.
+
+    A kernel makes only those that it uses: the room of one that nobody waits for is given to something else, but the
+    hardware keeps its state, and writes it there when another process's turn on the device comes.
+    """
     made = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(n):
         mbarrier.init(made.index(i), count=count)
