@@ -49,8 +49,8 @@ _AT = re.compile(r"\[\s*(global_smem\+\d+|%r\d+)[\s+0]*\]")
 
 
 def reused_barriers(ptx: str) -> set[int]:
-    """Places in shared memory at which a kernel makes a barrier, and another one or which it reads or writes as ordinary
-    memory: when processes take turns on a device, what a barrier was is written there."""
+    """Places in shared memory at which a kernel makes a barrier, and another one, or which it reads or writes as
+    ordinary memory: when processes take turns on a device, what a barrier was is written there."""
     offsets: dict[str, int] = {}
     barriers: list[int] = []
     others: set[int] = set()
