@@ -151,6 +151,7 @@ def test_auto_brings_here_what_was_measured():
         replace(_problem(4096, 128, tw.causal(), needs_grad=True), dtype=torch.float16),
         _problem(4096, 128, tw.window(100, None)),
         packed,
+        replace(packed, needs_grad=True),
     )
     left = {
         "rows of a sequence": _problem(512, 128, batch=64),
@@ -159,7 +160,6 @@ def test_auto_brings_here_what_was_measured():
         "for each pair or column": _problem(4096, 128, tw.causal() & tw.document(ids)),
         "gradients": _problem(4096, 128, tw.causal(), tw.alibi(slopes), needs_grad=True),
         "at least 768": replace(packed, shape=packed.shape._replace(batch=64)),
-        "packed": replace(packed, needs_grad=True),
     }
     for problem in taken:
         assert reasons_for_auto(problem) == []

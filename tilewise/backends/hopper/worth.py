@@ -47,8 +47,6 @@ def reasons_for_auto(problem: Problem) -> list[Reason]:
         )
     if problem.needs_grad and (problem.spec.score is not None or problem.spec.leaves):
         because("gradients", "score terms or masks that read tensors", "masks of positions")
-    if problem.needs_grad and packed:
-        because("gradients", "packed sequences", "dense")
     if problem.needs_grad and problem.spec.sink:
         because("gradients", "a sink", "none")
     return reasons
