@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from numba import njit, types
 
+from tilewise.backends.cpu.backward_micro import BackwardMicro
 from tilewise.backends.cpu.backward_rows import Operands, build_prepare, build_statistics
 from tilewise.backends.cpu.isa import BLOCK_ROWS, LINE, STRIP, uses_pairs
 from tilewise.backends.cpu.loops import EMPTY, FULL, JIT, Loops, build_loops, call_fold, kernel, row_of_q
@@ -142,11 +143,13 @@ def build_write_keys(isa: Isa, micro: Micro) -> Any:
 
 
 @kernel
-def build_operands(isa: Isa, micro: Micro, loops: Loops) -> Operands:
+def build_operands(isa: Isa, micro: BackwardMicro, loops: Loops) -> Operands:
     """The products in float32; 2-byte types are widened, and rows far apart copied, once for all rows of q."""
     outer, natural, wide = build_outer(isa, micro), build_rows(isa, micro), isa.wide > STRIP
     scores, widen, fill, drop, weighted = loops.scores, loops.widen, loops.fill, loops.drop, loops.weighted
-    slopes, dot, lanes, copy_strip = micro.slopes, micro.lane_dot, isa.lanes, micro.copy_strip
+    dot, lanes, copy_strip = micro.lane_dot, isa.lanes, micro.copy_strip
+    together = BLOCK_ROWS if wide else lanes
+    slopes = micro.slopes(together // lanes)
     q_row = row_of_q(isa)
 
     @njit(**JIT)
@@ -199,8 +202,8 @@ def build_operands(isa: Isa, micro: Micro, loops: Loops) -> Operands:
         s, dp, n, strips = buffers[0], buffers[1], run[2], BLOCK_ROWS // STRIP
         k, k_row, v, v_row = standing(a, buffers, sources)
         fill(w + LANES.top, BLOCK_ROWS, f32(-math.inf))
-        scores(v, v_row, tiles[1], load_i64(a, P.head_dim_v), dp, w + LANES.alpha, n, strips)
-        scores(k, k_row, tiles[0], load_i64(a, P.head_dim), s, w + LANES.top, n, strips)
+        scores(v, v_row, tiles[1], load_i64(a, P.head_dim_v), dp, w + LANES.alpha, n, strips, 0)
+        scores(k, k_row, tiles[0], load_i64(a, P.head_dim), s, w + LANES.top, n, strips, 0)
         if load_i64(a, P.dropout):
             drop(a, w, seg, dp, run[1], n, strips)
 
@@ -216,12 +219,12 @@ def build_operands(isa: Isa, micro: Micro, loops: Loops) -> Operands:
         """dq += ds k."""
         fill(w + LANES.alpha, BLOCK_ROWS, f32(1.0))
         if wide:
-            weighted(k, k_row, dp, ROW, 4 * STRIP, n, dq, w + LANES.alpha, dim, BLOCK_ROWS // STRIP)
+            weighted(k, k_row, dp, ROW, 4 * STRIP, n, dq, w + LANES.alpha, dim, BLOCK_ROWS // STRIP, 0)
         else:
             close = w + LANES.tile
             for x in range(0, ROW, 4 * STRIP):
                 copy_strip(dp + x, close, n)
-                weighted(k, k_row, close, 4 * STRIP, 0, n, dq + x, w + LANES.alpha, dim, 1)
+                weighted(k, k_row, close, 4 * STRIP, 0, n, dq + x, w + LANES.alpha, dim, 1, 0)
 
     @njit(**JIT)
     def tile(a, w, seg, tiles, buffers, run, sources, task, kept):
@@ -241,7 +244,7 @@ def build_operands(isa: Isa, micro: Micro, loops: Loops) -> Operands:
         else:
             if not kept:
                 fold(a, w, s, run)
-            for x in range(0, BLOCK_ROWS, lanes):
+            for x in range(0, BLOCK_ROWS, together):
                 at = w + x * 4
                 slopes(s + x * 4, dp + x * 4, at + LANES.m, at + LANES.low, at + LANES.delta, n)
         if load_i64(a, P.dropout):
@@ -257,7 +260,7 @@ def build_operands(isa: Isa, micro: Micro, loops: Loops) -> Operands:
 @kernel
 def build_backward(isa: Isa, dtype: str) -> Any:
     """The worker of the backward pass: worker(parameters)."""
-    micro = Micro(isa, dtype)
+    micro = BackwardMicro(isa, dtype)
     loops, pairs, on_pairs = build_loops(isa, micro), Pairs(isa), uses_pairs(isa, dtype)
     operands = (build_pair_operands if on_pairs else build_operands)(isa, micro, loops)
     prepare, areas, tile, turn_keys = (
@@ -301,6 +304,9 @@ def build_backward(isa: Isa, dtype: str) -> Any:
             dq += (load_i64(seg, SEGMENT.first_tile) + head * blocks) * dq_rows * ROW
             for number in range(blocks):
                 rows = set_lanes(a, w, seg, head, number * BLOCK_ROWS, BLOCK_ROWS)
+                if span[0] == split * load_i64(seg, SEGMENT.chunk):
+                    # The first keys of a task: here and not all at once, so that zeros are met before they leave.
+                    fill(dq + number * dq_rows * ROW, dq_rows * BLOCK_ROWS, f32(0.0))
                 ready = False
                 # With `exact` the rows' statistics come first: they are pass 0, their gradients pass 1.
                 for step in range(0 if exact else 1, 2):
@@ -358,7 +364,6 @@ def build_backward(isa: Isa, dtype: str) -> Any:
         if on_pairs:
             configure(0)
         w = load_i64(a, P.scratch) + take(a + P.thread * 8) * load_i64(a, P.scratch_bytes)
-        group, packed, dq_rows = load_i64(a, P.group), load_i64(a, P.packed), load_i64(a, P.dq_rows)
         while True:
             task = take(a + P.task * 8)
             if task >= load_i64(a, P.num_tasks):
@@ -368,12 +373,6 @@ def build_backward(isa: Isa, dtype: str) -> Any:
             splits = load_i64(seg, SEGMENT.splits)
             local = task - load_i64(seg, SEGMENT.first_task)
             split, unit = local % splits, local // splits
-            total = load_i64(seg, SEGMENT.rows) * (group if packed else 1)
-            blocks = (total + BLOCK_ROWS - 1) // BLOCK_ROWS
-            members = 1 if packed else group
-            part = load_i64(a, P.part_dq) + split * load_i64(a, P.total_rows) * dq_rows * ROW
-            part += (load_i64(seg, SEGMENT.first_tile) + unit * members * blocks) * dq_rows * ROW
-            fill(part, members * blocks * dq_rows * BLOCK_ROWS, f32(0.0))
             j, end = split * chunk, min(keys, split * chunk + chunk)
             while j < end:
                 stop = min(end, j + load_i64(a, P.superblock))

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 from numba import njit
 
+from tilewise.backends.cpu.backward_micro import BackwardMicro
 from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP
 from tilewise.backends.cpu.loops import JIT, f32, kernel
-from tilewise.backends.cpu.micro import ROW, Micro, load_f32, load_i32, load_i64, store_f32, store_i64
+from tilewise.backends.cpu.micro import ROW, load_f32, load_i32, load_i64, store_f32, store_i64
 from tilewise.backends.cpu.parameters import LANES, SEGMENT, P
 
 
@@ -85,10 +86,10 @@ def build_prepare(operands: Operands) -> Any:
 
 
 @kernel
-def build_statistics(micro: Micro, operands: Operands) -> tuple[Any, Any, Any]:
+def build_statistics(micro: BackwardMicro, operands: Operands) -> tuple[Any, Any, Any]:
     """statistics, settle_rows, write_sink: what a row knows of all its keys."""
     products, fold, lanes = operands.products, operands.fold, micro.lanes
-    advance, exponentials = micro.advance, micro.exponentials
+    advance, exponentials = micro.advance, micro.exponentials()
     weigh, settle, sink_slope = micro.weigh, micro.settle, micro.sink_slope
 
     @njit(**JIT)

@@ -124,7 +124,9 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
     lanes, half, wide = isa.lanes, micro.dtype != "fp32", isa.wide > STRIP
     (sources, _), gather = build_sources(micro), build_gather(isa, micro)
     scores, weighted, widen, fill, drop = loops.scores, loops.weighted, loops.widen, loops.fill, loops.drop
-    next_run, pack, advance, exponentials = loops.next_run, loops.pack, micro.advance, micro.exponentials
+    next_run, pack, advance, exponentials = loops.next_run, loops.pack, micro.advance, micro.exponentials()
+    whole = BLOCK_ROWS // STRIP if wide else 0
+    exponentials_of_all = micro.exponentials(max(whole, 1))
 
     @njit(**JIT)
     def absorb(a, w, seg, tiles, column, v, strips):
@@ -139,11 +141,14 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
         for x in range(0, strips * STRIP, lanes):
             at = w + x * 4
             advance(at + LANES.top, at + LANES.m, at + LANES.pivot, at + LANES.l, at + LANES.alpha)
-        for strip in range(strips):
-            at = w + strip * STRIP * 4
-            exponentials(
-                s + strip * STRIP * 4, p + strip * p_strip, p_row, at + LANES.pivot, at + LANES.l, keys
-            )
+        if strips == whole:
+            exponentials_of_all(s, p, p_row, w + LANES.pivot, w + LANES.l, keys)
+        else:
+            for strip in range(strips):
+                at = w + strip * STRIP * 4
+                exponentials(
+                    s + strip * STRIP * 4, p + strip * p_strip, p_row, at + LANES.pivot, at + LANES.l, keys
+                )
         if drops:
             drop(a, w, seg, s, j, keys, strips)
         dim_v, v_row = load_i64(a, P.head_dim_v), v[1]
@@ -154,7 +159,8 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
             widen(at, v_row, keys, dim_v, spare, v_bytes)
         if paged or load_i64(a, P.copied):
             at, v_row = spare, v_bytes
-        weighted(at, v_row, p, p_row, p_strip, keys, acc, w + LANES.alpha, dim_v, strips)
+        ahead = 0 if paged or load_i64(a, P.copied) else keys * v_row
+        weighted(at, v_row, p, p_row, p_strip, keys, acc, w + LANES.alpha, dim_v, strips, ahead)
 
     @njit(**JIT)
     def attend(a, w, seg, rows, heads, keys, strips):
@@ -189,7 +195,8 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
                 if paged or half:
                     at, row = spare, dim * 4
                 fill(w + LANES.top, used, f32(-math.inf))
-                scores(at, row, qt, dim, s, w + LANES.top, n, strips)
+                ahead = 0 if paged or half else n * row
+                scores(at, row, qt, dim, s, w + LANES.top, n, strips, ahead)
                 fold = load_i64(a, P.fold_full) if kind == FULL else load_i64(a, P.fold_partial)
                 if fold:
                     call_fold(fold, spec, w, s, w + LANES.top, n, j, strips)

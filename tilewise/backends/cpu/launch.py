@@ -55,9 +55,11 @@ WAYS = {
     "dot": "dot products of pairs",
     "plain": "arithmetic on the halves",
 }
-FAR = 512
-"""Bytes between rows from which copying them pays: 7 % at a head size of 128 of eight heads, 1 to 2 % at one of a head
-in one piece (measured with AVX2)."""
+FAR = {16: 4096}
+"""Bytes between rows from which copying them pays, by lanes; 512 elsewhere: there 7 % at a head size of 128 of eight
+heads, 1 to 2 % at one of a head in one piece (measured with AVX2). A first-level cache of 12 ways and not 8 holds what
+one product reads of rows half as far apart: with AVX-512 copies of rows 512 to 2048 bytes apart took 5 to 7 % of the
+speed, and won 2 to 5 % at 4096 and 8192 (measured on Zen 5)."""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -179,7 +181,8 @@ def copies(problem: Problem, inputs: Inputs) -> bool:
     """Whether a block's rows are copied before products that read one number of each row in turn: to be widened, or
     because rows that far apart lie in a few sets of the cache."""
     rows = [strides_kv(problem, t)[2] * t.element_size() for t in (inputs.k, inputs.v)]
-    return problem.dtype != torch.float32 or any(row >= FAR and row % (4 * LINE) == 0 for row in rows)
+    far = FAR.get(detect().lanes, 512)
+    return problem.dtype != torch.float32 or any(row >= far and row % (4 * LINE) == 0 for row in rows)
 
 
 def common(block: Block, problem: Problem, inputs: Inputs) -> None:

@@ -80,7 +80,7 @@ def build_products(isa: Isa, micro: Micro) -> tuple[Any, Any]:
     q_row = row_of_q(isa)
 
     @njit(**JIT)
-    def part_of_scores(k, k_row, qt, q_strip, dim, s, top, keys, strips, part):
+    def part_of_scores(k, k_row, qt, q_strip, dim, s, top, keys, strips, ahead, part):
         """One part of the head: `dim` numbers of it from k and qt on; q_strip: bytes between strips of q."""
         strip = 0
         while strip < strips:
@@ -88,71 +88,71 @@ def build_products(isa: Isa, micro: Micro) -> tuple[Any, Any]:
             j = 0
             if wide > 1 and strips - strip < wide:
                 while j + tall <= keys:
-                    n12(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, part)
+                    n12(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, ahead, part)
                     j += tall
                 while j + 4 <= keys:
-                    n4(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, part)
+                    n4(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, ahead, part)
                     j += 4
                 if (keys - j) & 2:
-                    n2(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, part)
+                    n2(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, ahead, part)
                     j += 2
                 if (keys - j) & 1:
-                    n1(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, part)
+                    n1(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, ahead, part)
                 strip += 1
             else:
                 while keys - j >= 6 and keys - j != 8:
-                    s6(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, part)
+                    s6(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, ahead, part)
                     j += 6
                 while keys - j >= 4:
-                    s4(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, part)
+                    s4(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, ahead, part)
                     j += 4
                 if (keys - j) & 2:
-                    s2(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, part)
+                    s2(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, ahead, part)
                     j += 2
                 if (keys - j) & 1:
-                    s1(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, part)
+                    s1(k + j * k_row, k_row, 4, q, q_row, dim, s + j * ROW + at, ROW, top + at, ahead, part)
                 strip += wide
 
     @njit(**JIT)
-    def scores(k, k_row, qt, dim, s, top, keys, strips):
+    def scores(k, k_row, qt, dim, s, top, keys, strips, ahead):
         depth = SHORT // 2 if dim <= SHORT else DEPTH
         q_strip = STRIP * 4 if wide > 1 else dim * q_row
         for d in range(0, max(dim, 1), depth):
             part = (1 if d > 0 else 0) + (2 if d + depth < dim else 0)
             n, q = min(depth, dim - d), qt + d * q_row
-            part_of_scores(k + d * 4, k_row, q, q_strip, n, s, top, keys, strips, part)
+            part_of_scores(k + d * 4, k_row, q, q_strip, n, s, top, keys, strips, ahead, part)
 
     @njit(**JIT)
-    def weighted(v, v_row, p, p_row, p_strip, keys, acc, alpha, dim, strips):
+    def weighted(v, v_row, p, p_row, p_strip, keys, acc, alpha, dim, strips, ahead):
         strip = 0
         while strip < strips:
             at, pp = strip * STRIP * 4, p + strip * p_strip
             d = 0
             if wide > 1 and strips - strip < wide:
                 while d + tall <= dim:
-                    p12(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at)
+                    p12(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at, ahead)
                     d += tall
                 while d + 4 <= dim:
-                    p4(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at)
+                    p4(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at, ahead)
                     d += 4
                 if (dim - d) & 2:
-                    p2(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at)
+                    p2(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at, ahead)
                     d += 2
                 if (dim - d) & 1:
-                    p1(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at)
+                    p1(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at, ahead)
                 strip += 1
             else:
                 while dim - d >= 6 and dim - d != 8:
-                    o6(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at)
+                    o6(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at, ahead)
                     d += 6
                 while dim - d >= 4:
-                    o4(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at)
+                    o4(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at, ahead)
                     d += 4
                 if (dim - d) & 2:
-                    o2(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at)
+                    o2(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at, ahead)
                     d += 2
                 if (dim - d) & 1:
-                    o1(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at)
+                    o1(v + d * 4, 4, v_row, pp, p_row, keys, acc + d * ROW + at, ROW, alpha + at, ahead)
                 strip += wide
 
     return scores, weighted

@@ -45,7 +45,15 @@ SOURCES = {
     "append": (*_EMITTERS, "loops", "append_kernel"),
     "combine": (*_EMITTERS, "loops", "row_micro", "combine_kernel"),
     "decode": (*_EMITTERS, "loops", "row_micro", "page_rows", "forward_kernel", "decode_kernel"),
-    "backward": (*_EMITTERS, *_PAIRS, "loops", "backward_rows", "pair_backward", "backward_kernel"),
+    "backward": (
+        *_EMITTERS,
+        *_PAIRS,
+        "loops",
+        "backward_micro",
+        "backward_rows",
+        "pair_backward",
+        "backward_kernel",
+    ),
     "finish": (*_EMITTERS, "loops", "backward_kernel"),
     "fold": (
         *_EMITTERS,

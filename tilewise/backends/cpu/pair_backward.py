@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from numba import njit, types
 
+from tilewise.backends.cpu.backward_micro import BackwardMicro
 from tilewise.backends.cpu.backward_rows import Operands
 from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP
 from tilewise.backends.cpu.loops import FULL, JIT, Loops, f32, kernel
-from tilewise.backends.cpu.micro import ROW, Micro, indirect, load_f32, load_i64
+from tilewise.backends.cpu.micro import ROW, indirect, load_f32, load_i64
 from tilewise.backends.cpu.pair_forward import STRIPS, build_settle
 from tilewise.backends.cpu.pair_launch import GROUP
 from tilewise.backends.cpu.pair_loops import build_pair_loops
@@ -65,7 +66,7 @@ def build_areas(pairs: Pairs, turn: Any) -> tuple[Any, Any, Any]:
 
 
 @kernel
-def build_pair_operands(isa: Isa, micro: Micro, loops: Loops) -> Operands:
+def build_pair_operands(isa: Isa, micro: BackwardMicro, loops: Loops) -> Operands:
     """The products on pairs."""
     pairs = Pairs(isa)
     shared = build_pair_loops(isa, pairs)
@@ -73,7 +74,7 @@ def build_pair_operands(isa: Isa, micro: Micro, loops: Loops) -> Operands:
     fill, drop, lift, lanes = loops.fill, loops.drop, pairs.lift, isa.lanes
     fold_tile, settle = build_settle(pairs, fill)
     areas, turn_keys, lane_dot = build_areas(pairs, shared.turn)
-    wide_slopes, fused, rounded = micro.slopes, pairs.slopes(True), pairs.slopes(False)
+    wide_slopes, fused, rounded = micro.slopes(), pairs.slopes(True), pairs.slopes(False)
 
     @njit(**JIT)
     def products(a, w, seg, tiles, buffers, run, sources):

@@ -71,7 +71,7 @@ def build_pair_attend(isa: Isa, micro: Micro, loops: Loops) -> Any:
     shared: PairLoops = build_pair_loops(isa, pairs)
     scores, weighted, turn, pack = shared.scores, shared.weighted, shared.turn, shared.pack
     _, settle = build_settle(pairs, loops.fill)
-    advance, wide_exponentials = pairs.advance, micro.exponentials
+    advance, wide_exponentials = pairs.advance, micro.exponentials()
     exponentials, exponentials_of_all = pairs.exponentials(1), pairs.exponentials(STRIPS)
     zip_tile, rescale, lanes = pairs.zip_tile, pairs.rescale, isa.lanes
     fill, drop, next_run, lift = loops.fill, loops.drop, loops.next_run, pairs.lift

@@ -343,13 +343,14 @@ class Pairs:
             with cgutils.for_range(b, pairs, intp=I64) as loop:
                 to = b.add(s, b.mul(loop.index, I64(ROW)))
                 row = b.add(to, b.mul(loop.index, I64(ROW)))
-                for v in vectors:
-                    p = [
-                        w.weight(w.fma(w.load(row, n * ROW + v * self.step), scale, base[v]), DEGREE)
-                        for n in range(2)
-                    ]
-                    w.store(_zip(w, *p), to, v * self.step)
-                    b.store(b.fadd(b.load(sums[v]), b.fadd(*p)), sums[v])
+                for two in (vectors[n : n + 2] for n in range(0, len(vectors), 2)):
+                    places = [(v, n) for v in two for n in range(2)]
+                    scores = [w.load(row, n * ROW + v * self.step) for v, n in places]
+                    shifted = [w.fma(x, scale, base[v]) for x, (v, _) in zip(scores, places, strict=True)]
+                    p = w.weights(shifted, DEGREE)
+                    for v, x, y in zip(two, p[0::2], p[1::2], strict=True):
+                        w.store(_zip(w, x, y), to, v * self.step)
+                        b.store(b.fadd(b.load(sums[v]), b.fadd(x, y)), sums[v])
             for v in vectors:
                 w.store(b.fadd(w.load(total, v * self.step), b.load(sums[v])), total, v * self.step)
 

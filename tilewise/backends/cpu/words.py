@@ -89,7 +89,7 @@ class Words:
         """address, of which LLVM does not know that it is: what was loaded from there is loaded again."""
         return self.b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [address], True)
 
-    def prefetch(self, base: ir.Value, offset: int, write: bool = False) -> None:
+    def prefetch(self, base: ir.Value, offset: int | ir.Value, write: bool = False) -> None:
         """Ask for a line of memory in the second-level cache, to be read or written; the address need not exist."""
         byte = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
@@ -128,13 +128,23 @@ class Words:
 
     def weight(self, x: ir.Value, degree: int = 6) -> ir.Value:
         """e^x for a weight, x <= 0 but for rounding: below e^-87 it is 0. The product with log2(e) is not rounded."""
-        b = self.b
-        rounded = self.fma(x, self.k(LOG2E), self.k(ROUND))
-        fraction = self.fma(x, self.k(LOG2E), b.fsub(self.k(ROUND), rounded))
-        shift = b.shl(b.bitcast(rounded, self.i), self.n(23))
-        bits = b.add(b.bitcast(self.poly(fraction, EXP2[degree]), self.i), shift)
+        return self.weights([x], degree)[0]
+
+    def weights(self, xs: list[ir.Value], degree: int = 6) -> list[ir.Value]:
+        """`weight` of each, step by step of all: a processor looks no further ahead than about eight of them, which
+        one after another are too few for what it could do at once."""
+        b, log2e, round_ = self.b, self.k(LOG2E), self.k(ROUND)
+        rounded = [self.fma(x, log2e, round_) for x in xs]
+        rest = [b.fsub(round_, r) for r in rounded]
+        fractions = [self.fma(x, log2e, r) for x, r in zip(xs, rest, strict=True)]
+        values = [self.k(EXP2[degree][0])] * len(xs)
+        for c in EXP2[degree][1:]:
+            values = [self.fma(v, f, self.k(c)) for v, f in zip(values, fractions, strict=True)]
+        shifts = [b.shl(b.bitcast(r, self.i), self.n(23)) for r in rounded]
+        bits = [b.add(b.bitcast(v, self.i), shift) for v, shift in zip(values, shifts, strict=True)]
         # Chosen between integers: the addition then takes the choice in as its mask.
-        return b.bitcast(b.select(b.fcmp_ordered("<", x, self.k(-87.0)), self.n(0), bits), self.f)
+        tiny = [b.fcmp_ordered("<", x, self.k(-87.0)) for x in xs]
+        return [b.bitcast(b.select(t, self.n(0), word), self.f) for t, word in zip(tiny, bits, strict=True)]
 
     def exp2(self, x: ir.Value) -> ir.Value:
         """2^x for any x; below 2^-126 it is 0."""
