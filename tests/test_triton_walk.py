@@ -55,9 +55,27 @@ apart("as low as numbers are", tw.attention, q, q, q, scores=(tw.bias(lowest),),
 q = torch.randn(1, 2, 140, 72).half()
 apart("a bias that leaves room", tw.attention, q, q, q, scores=(tw.bias(lowest.clamp(-9.0).half()),), mask=tw.causal())
 assert [recipe.tiles.loop for recipe in launch_forward._recipes.values()][-2:] == ["plain", "held"]
+before = len(launch_forward._recipes)
+def striped(by):
+    return tw.causal() & tw.custom(lambda q, k: (q - k) % by < by // 2)
+for by in (4, 12):
+    apart(f"stripes of {by}", tw.attention, q, q, q, mask=striped(by))
+apart("packed stripes", tw.attention_varlen, *packed, edges, edges, mask=striped(7))
+apart("stripes of documents", tw.attention, q, q, q, mask=striped(5) & tw.document(back[1:]))
+holed = list(launch_forward._recipes.values())[before:]
+assert [dict(recipe.run.constants)["HOLES"] for recipe in holed] == 4 * [True]
+assert [recipe.tiles.lazy for recipe in holed] == [True, True, False, False]
+apart("hidden blocks", tw.attention, q, q, q, mask=tw.custom(lambda k: (k // 64) % 2 == 1))
+assert not dict(list(launch_forward._recipes.values())[-1].run.constants)["HOLES"]
+dirty = q.clone()
+dirty[:, :, 3::5] = float("nan")
+apart("a NaN in a hole", tw.attention, q, dirty, dirty, mask=striped(10**6) & tw.custom(lambda k: k % 5 != 3))
 print(json.dumps(found))
 """
 CASES = ("packed", "documents that come back", "causal documents", "heads apart")
+HOLES = (
+    "stripes of 4", "stripes of 12", "packed stripes", "stripes of documents", "hidden blocks", "a NaN in a hole",
+)  # fmt: skip
 TERMS = ("as low as numbers are", "a bias that leaves room")
 
 
@@ -76,6 +94,12 @@ def interpreted() -> dict[str, float]:
 @pytest.mark.parametrize("name", CASES)
 def test_runs_that_were_looked_for_before_are_those_of_the_mask(name, interpreted):
     """By descriptors, with leaves that a mask reads: in any order, with a NaN where nobody looks."""
+    assert interpreted[name] < 1e-2
+
+
+@pytest.mark.parametrize("name", HOLES)
+def test_holes_are_cut_out_of_every_tile(name, interpreted):
+    """Short periods that a function captures have kernels of their own; what hides whole tiles is no hole."""
     assert interpreted[name] < 1e-2
 
 

@@ -108,12 +108,12 @@ def forward_tile(
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_s, o_b, o_h, o_n, o_d, l_s, l_b, l_h,
     batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles, run_b, run_h,
     q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
-    data, score, keep, classify, classify_coarse,
+    data, score, keep, ends, holes, classify, classify_ends, classify_coarse,
     HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
     LAST: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, LOOP: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr,
-    ADDED: tl.constexpr, RUNS: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
+    ADDED: tl.constexpr, RUNS: tl.constexpr, HOLES: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
     """out and lse of a tile of rows. Strides are in units of STEP elements.
 
@@ -185,20 +185,20 @@ def forward_tile(
     if CARE == "again":
         first, last = begin * BLOCK_N // CARE_N, tl.cdiv(tl.minimum(end * BLOCK_N, n_k), CARE_N)
         acc, m, l = absorb_run(  # noqa: E741
-            acc, m, l, q, first, last, 0, 0, tensors, here, numbers, data, score, keep, classify, "all", True,
+            acc, m, l, q, first, last, 0, 0, tensors, here, numbers, data, score, keep, holes, classify, "all", True,
             HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, CARE_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-            PRECISION, False, False, False, ADDED)  # fmt: skip
+            PRECISION, False, False, False, ADDED, False)  # fmt: skip
     elif RUNS:
         found = load_runs(runs_ptr, tl.cast(tensor_b, tl.int64) * run_b + head * run_h + slot)
         acc, m, l = absorb_found(  # noqa: E741
-            acc, m, l, q, found, end, tensors, here, numbers, data, score, keep, classify,
+            acc, m, l, q, found, end, tensors, here, numbers, data, score, ends, holes, classify_ends,
             HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
-            TMA, PARTS, LAZY, ADDED)  # fmt: skip
+            TMA, PARTS, LAZY, ADDED, HOLES)  # fmt: skip
     elif HAS_MASK:
         acc, m, l = absorb_visible(  # noqa: E741
-            acc, m, l, q, begin, end, tensors, here, numbers, data, score, keep, classify, classify_coarse,
+            acc, m, l, q, begin, end, tensors, here, numbers, data, score, ends, holes, classify_ends, classify_coarse,
             HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
-            TMA, PARTS, LAZY, ADDED)  # fmt: skip
+            TMA, PARTS, LAZY, ADDED, HOLES)  # fmt: skip
     elif LOOP == "ahead":
         if begin < end:
             acc, m, l = absorb_ahead(  # noqa: E741
@@ -215,13 +215,13 @@ def forward_tile(
         if begin < end:
             middle = tl.maximum(tl.minimum(end, n_k // BLOCK_N), begin)
             acc, m, l = absorb_run(  # noqa: E741
-                acc, m, l, q, begin, middle, 0, 0, tensors, here, numbers, data, score, keep, classify, "none",
+                acc, m, l, q, begin, middle, 0, 0, tensors, here, numbers, data, score, keep, holes, classify, "none",
                 False, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-                PRECISION, TMA, PARTS, LAZY, ADDED)  # fmt: skip
+                PRECISION, TMA, PARTS, LAZY, ADDED, HOLES)  # fmt: skip
             acc, m, l = absorb_run(  # noqa: E741
-                acc, m, l, q, middle, end, 0, 0, tensors, here, numbers, data, score, keep, classify, "all", False,
-                HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-                PRECISION, TMA, PARTS, LAZY, ADDED)  # fmt: skip
+                acc, m, l, q, middle, end, 0, 0, tensors, here, numbers, data, score, keep, holes, classify, "all",
+                False, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
+                PRECISION, TMA, PARTS, LAZY, ADDED, HOLES)  # fmt: skip
     if PARTS:
         l = tl.sum(l, 1)  # noqa: E741
     # A weight of 0 times a hidden NaN is NaN. It is rare, and then the tile of rows is done again with care.
@@ -234,9 +234,9 @@ def forward_tile(
             l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
             acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
             acc, m, l = absorb_run(  # noqa: E741
-                acc, m, l, q, first, last, 0, 0, tensors, here, numbers, data, score, keep, classify, "all",
+                acc, m, l, q, first, last, 0, 0, tensors, here, numbers, data, score, keep, holes, classify, "all",
                 True, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, CARE_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-                PRECISION, False, False, False, ADDED)  # fmt: skip
+                PRECISION, False, False, False, ADDED, False)  # fmt: skip
 
     # ---- finish ----
     # In units of which the weights are powers of two (FUSED) the pivot that was subtracted is m * step exactly.
@@ -284,12 +284,12 @@ def forward_program(
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_s, o_b, o_h, o_n, o_d, l_s, l_b, l_h,
     batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles, run_b, run_h,
     q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
-    data, score, keep, classify, classify_coarse,
+    data, score, keep, ends, holes, classify, classify_ends, classify_coarse,
     HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
     LAST: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, LOOP: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr,
-    ADDED: tl.constexpr, RUNS: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
+    ADDED: tl.constexpr, RUNS: tl.constexpr, HOLES: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
     """One program of the forward launch: see the header and `forward_tile`."""
     forward_tile(
@@ -298,9 +298,9 @@ def forward_program(
         cu_k_ptr, used_q_ptr, used_k_ptr, k_desc, v_desc, flag_ptr, runs_ptr, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d,
         v_b, v_h, v_n, v_d, o_s, o_b, o_h, o_n, o_d, l_s, l_b, l_h, batch, heads, group, seqlen_q, seqlen_k,
         row_tiles, swizzle, splits, split_tiles, run_b, run_h, q_offset, k_offset, h_offset, b_offset, size_d, size_dv,
-        threshold, scale, drop_factor, data, score, keep, classify, classify_coarse, HAS_MASK, HAS_TERMS, FUSED,
-        DROPOUT, VARLEN, LAST, PACKED, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
-        TMA, LOOP, PARTS, LAZY, ADDED, RUNS, CARE, RATIO,
+        threshold, scale, drop_factor, data, score, keep, ends, holes, classify, classify_ends, classify_coarse,
+        HAS_MASK, HAS_TERMS, FUSED, DROPOUT, VARLEN, LAST, PACKED, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP,
+        UNIT, PRECISION, TMA, LOOP, PARTS, LAZY, ADDED, RUNS, HOLES, CARE, RATIO,
     )  # fmt: skip
 
 
@@ -311,12 +311,12 @@ def again_program(
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_s, o_b, o_h, o_n, o_d, l_s, l_b, l_h,
     batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles, run_b, run_h,
     q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
-    data, score, keep, classify, classify_coarse,
+    data, score, keep, ends, holes, classify, classify_ends, classify_coarse,
     HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
     LAST: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, LOOP: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr,
-    ADDED: tl.constexpr, RUNS: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
+    ADDED: tl.constexpr, RUNS: tl.constexpr, HOLES: tl.constexpr, CARE: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
     """One program of the launch after it: does the noted tiles among every NOTES again, in RATIO parts."""
     units = heads if VARLEN else batch * heads
@@ -332,8 +332,9 @@ def again_program(
                 cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, k_desc, v_desc, flag_ptr, runs_ptr, q_b, q_h, q_n, q_d, k_b,
                 k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_s, o_b, o_h, o_n, o_d, l_s, l_b, l_h, batch, heads, group,
                 seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles, run_b, run_h, q_offset, k_offset, h_offset,
-                b_offset, size_d, size_dv, threshold, scale, drop_factor, data, score, keep, classify,
-                classify_coarse, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, VARLEN, LAST, PACKED, BLOCK_M, BLOCK_N,
-                D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, LOOP, PARTS, LAZY, ADDED, RUNS, CARE, RATIO,
+                b_offset, size_d, size_dv, threshold, scale, drop_factor, data, score, keep, ends, holes, classify,
+                classify_ends, classify_coarse, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, VARLEN, LAST, PACKED, BLOCK_M,
+                BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, LOOP, PARTS, LAZY, ADDED, RUNS, HOLES,
+                CARE, RATIO,
             )  # fmt: skip
         at = tl.min(tl.where(noted & (n > at), n, total), 0)

@@ -44,14 +44,14 @@ def _conjuncts(node: Node) -> list[Node]:
 
 
 def _is_hole(node: Node) -> bool:
-    """Whether a condition on positions alone takes a remainder by a short literal."""
+    """Whether a condition on positions alone takes a remainder that repeats within a tile."""
     order = ex.topological(node)
     if (
         any(n.op in ("load", "int_scalar", "float_scalar") for n in order)
         or not ex.variables(node) <= _POSITIONS
     ):
         return False
-    return any(n.op == "mod" and _divisor(n) for n in order)
+    return any(n.op == "mod" and _divisor(n) and _repeats(n) <= LONGEST_PERIOD for n in order)
 
 
 def _divisor(node: Node) -> int:
@@ -60,6 +60,15 @@ def _divisor(node: Node) -> int:
     if by.op != "const" or node.args[0].type != "int" or not 1 < int(by.value) <= LONGEST_PERIOD:  # type: ignore[arg-type]
         return 0
     return int(by.value)  # type: ignore[arg-type]
+
+
+def _repeats(remainder: Node) -> int:
+    """After how many positions a remainder by a literal repeats: `(k // 64) % 2` hides whole tiles."""
+    found = _divisor(remainder)
+    for n in ex.topological(remainder.args[0]):
+        if n.op == "floordiv":
+            found *= abs(int(n.args[1].value)) if n.args[1].op == "const" else LONGEST_PERIOD + 1  # type: ignore[arg-type]
+    return found
 
 
 class Stripes(NamedTuple):
@@ -123,15 +132,24 @@ def _with_literals(spec: AttentionSpec, values: tuple[tuple[Node, int], ...]) ->
     return replace(spec, keep=keep, text=f"{spec.text}\nin the mask {text}")
 
 
+def short_periods(spec: AttentionSpec, ints: Sequence[int]) -> tuple[tuple[Node, int], ...]:
+    """The short periods of a mask that are numbers of the call, and their values."""
+    if spec.keep is None or not ints:
+        return ()
+    values = ((n, ints[int(n.value)]) for n in _captured(spec.keep))  # type: ignore[arg-type]
+    return tuple((n, value) for n, value in values if 1 < value <= LONGEST_PERIOD)
+
+
 def settle(problem: Problem, ints: Sequence[int]) -> Problem:
-    """The problem with short periods that are numbers of the call as literals of its mask: they have kernels of their
-    own, at most LONGEST_PERIOD of them."""
-    keep = problem.spec.keep
-    if keep is None or not ints:
-        return problem
-    values = tuple((n, ints[int(n.value)]) for n in _captured(keep))  # type: ignore[arg-type]
-    values = tuple((n, value) for n, value in values if 1 < value <= LONGEST_PERIOD)
+    """The problem with such periods as literals of its mask: they have kernels of their own, at most LONGEST_PERIOD of
+    them."""
+    values = short_periods(problem.spec, ints)
     return replace(problem, spec=_with_literals(problem.spec, values)) if values else problem
+
+
+def has_holes(keep: Node | None) -> bool:
+    """Whether a mask leaves holes in every tile."""
+    return keep is not None and split_holes(keep)[1].op != "const"
 
 
 def mask_kind(keep: Node | None) -> int:
@@ -139,7 +157,7 @@ def mask_kind(keep: Node | None) -> int:
     reads leaves."""
     if keep is None:
         return 0
-    if split_holes(keep)[1].op != "const":
+    if has_holes(keep):
         return 2
     return 3 if ex.loads(keep) else 1
 

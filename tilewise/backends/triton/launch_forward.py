@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from tilewise.backends.triton import descriptors
 from tilewise.backends.triton import tiles as choice
 from tilewise.backends.triton.compile import Build, types_of
-from tilewise.backends.triton.descriptors import descriptor_type
+from tilewise.backends.triton.holes import has_holes, settle, short_periods
 from tilewise.backends.triton.launch import (
     Wanted,
     dropout_numbers,
@@ -52,14 +53,17 @@ FORWARD = Entry(
         "run_h", "q_offset", "k_offset", "h_offset", "b_offset", "size_d", "size_dv", "threshold:u32", "scale:fp32",
         "drop_factor:fp32",
     ),
-    ("score", "keep", "classify", "classify_coarse"),
+    ("score", "keep", "keep", "holes", "classify", "classify", "classify_coarse"),
     (
         "HAS_MASK", "HAS_TERMS", "FUSED", "DROPOUT", "VARLEN", "LAST", "PACKED", "BLOCK_M", "BLOCK_N", "D_PAD",
         "DV_PAD", "EVEN", "EVEN_V", "STEP", "UNIT", "PRECISION", "TMA", "LOOP",
-        "PARTS", "LAZY", "ADDED", "RUNS", "CARE", "RATIO",
+        "PARTS", "LAZY", "ADDED", "RUNS", "HOLES", "CARE", "RATIO",
     ),
 )  # fmt: skip
-AGAIN = FORWARD._replace(name="again", program="again_program")
+HOLED = FORWARD._replace(
+    functions=("score", "keep", "ends", "holes", "classify", "classify_ends", "classify_coarse")
+)
+"""Of a mask with holes, which every tile applies: its tiles are FULL or not by the rest alone."""
 AT = {argument.partition(":")[0]: n for n, argument in enumerate(FORWARD.arguments)}
 OFFSETS = slice(AT["q_offset"], AT["b_offset"] + 1)
 SCALE = AT["scale"]
@@ -111,7 +115,8 @@ class Recipe(NamedTuple):
 
     run: the kernel; again: the launch after it that repeats noted tiles, or None; before: the launch that finds where
     visible tiles begin and end, or None. values: the arguments, in which a call's own are replaced (`_own_values`).
-    grid: programs. aligned: addresses are multiples of 16 bytes.
+    grid: programs. aligned: addresses are multiples of 16 bytes. problem: as `settle` leaves it; asked: as it came,
+    whose spec lives as long as its identity is a key.
     """
 
     run: Any
@@ -127,6 +132,7 @@ class Recipe(NamedTuple):
     out_strides: tuple[int, ...]
     slots: Slots
     problem: Problem
+    asked: Problem
 
 
 def kind_of(problem: Problem, inputs: Inputs) -> tuple[object, ...]:
@@ -148,7 +154,7 @@ def kind_of(problem: Problem, inputs: Inputs) -> tuple[object, ...]:
     )  # fmt: skip
     key += tuple(t.dtype if isinstance(t, torch.Tensor) else t is None for t in others)
     if inputs.ints:
-        key += powers_of(problem.spec, inputs.ints)
+        key += (powers_of(problem.spec, inputs.ints), short_periods(problem.spec, inputs.ints))
     if inputs.leaves:
         leaves = inputs.leaves
         key += tuple((t.dtype, t.shape, t.stride(), t.data_ptr() & 15 == 0) for t in leaves)
@@ -215,20 +221,13 @@ def schedule(
 
 def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     """Decide how calls of this kind run, and compile their kernel."""
+    asked, problem = problem, settle(problem, inputs.ints)
     device = max(inputs.q.get_device(), 0)
     tensors = (inputs.q, inputs.k, inputs.v)
     step, pairs = step_of(problem, tensors), _pair_bytes(inputs, slots, problem)
     tiles, (splits, split_tiles) = schedule(problem, machine_of(device), step > 1, pairs)
     result = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
-    if splits == 1:
-        out = result
-        out_strides = (0, *four_strides(problem, out))
-        per_head = problem.shape.seqlen_q
-        per_batch_entry = problem.shape.num_heads_q * per_head if problem.options.layout == "dense" else 0
-        lse_strides = (0, per_batch_entry, per_head)
-    else:
-        out, lse = parts_of(problem, inputs, splits)
-        out_strides, lse_strides = out.stride(), lse.stride()[:3]
+    out, out_strides, lse_strides = _written(problem, inputs, splits, result)
     strides = strides_of(problem, tensors, out_strides, step)
     # Descriptors under short tiles fault (Triton 3.6 on an H200), and reading bytes needs none.
     tma = tiles.block_m > CARE_M and _wants_tma(problem, strides, device)
@@ -239,7 +238,7 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     if splits > 1:
         values[AT["sink_ptr"]] = None
     if tma:
-        values[AT["k_desc"]], values[AT["v_desc"]] = _descriptors(problem, inputs, tiles)
+        values[AT["k_desc"]], values[AT["v_desc"]] = descriptors.of_keys(problem, inputs, tiles)
     hides = (
         problem.spec.keep is not None or problem.spec.score is not None or problem.options.layout == "varlen"
     )
@@ -252,18 +251,21 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     if looked:
         values[TABLE] = torch.empty(0, dtype=torch.int32, device=out.device)
         values[TABLE_STRIDES] = table_strides(problem, rows)
-    constants = _constants(problem, inputs, tiles, strides, tma, looked)
+    holed = tma and not tiles.packed and has_holes(problem.spec.keep)
+    entry = HOLED if holed else FORWARD
+    entries = (entry, entry._replace(name="again", program="again_program"))
+    constants = _constants(problem, inputs, tiles, strides, tma, looked, holed)
     names = [a.partition(":")[0] for a in FORWARD.arguments] + list(slots.names)
     aligned = (*range(4 if strides.step > 1 else 0), *aligned_leaves(slots, len(FORWARD.arguments)))
     types = types_of(names, values, argument_types(FORWARD, slots))
     wholes = (*constants, ("CARE", care), ("RATIO", 1))
     build = Build(types, aligned, wholes, tiles.warps, tiles.stages, tiles.registers)
-    wanted = [Wanted(problem, slots, FORWARD, build, device, (FORWARD, AGAIN))]
+    wanted = [Wanted(problem, slots, entry, build, device, entries)]
     if care == "flag":
         build = _build_of_again(build, constants, tiles)
-        wanted.append(Wanted(problem, slots, AGAIN, build, device, (FORWARD, AGAIN)))
+        wanted.append(Wanted(problem, slots, entries[1], build, device, entries))
     if looked:
-        wanted.append(wanted_runs(problem, slots, tiles, values, AT, device))
+        wanted.append(wanted_runs(problem, slots, tiles, values, AT, device, holed))
     run, *others = kernel_launchers(wanted)
     before = RowRuns(others.pop(), problem, rows) if looked else None
     again = others[0] if others else None
@@ -273,13 +275,25 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     kept = [None if isinstance(x, torch.Tensor) or hasattr(x, "block_shape") else x for x in values]
     return Recipe(
         run, again, before, kept, types, units * rows * splits, splits, tiles, tma, strides.step > 1,
-        result.stride(), slots, problem,
+        result.stride(), slots, problem, asked,
     )  # fmt: skip
+
+
+def _written(
+    problem: Problem, inputs: Inputs, splits: int, result: Tensor
+) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
+    """(what the kernel writes: the result, or the parts of its splits; its strides; those of lse)."""
+    if splits == 1:
+        per_head = problem.shape.seqlen_q
+        per_batch_entry = problem.shape.num_heads_q * per_head if problem.options.layout == "dense" else 0
+        return result, (0, *four_strides(problem, result)), (0, per_batch_entry, per_head)
+    out, lse = parts_of(problem, inputs, splits)
+    return out, out.stride(), lse.stride()[:3]
 
 
 def _build_of_again(build: Build, constants: tuple[tuple[str, object], ...], tiles: Tiles) -> Build:
     """The build of the launch after one whose tiles are tall: a tile in parts of CARE_M rows."""
-    off = dict.fromkeys(("TMA", "PARTS", "LAZY", "ADDED", "RUNS"), False)
+    off = dict.fromkeys(("TMA", "PARTS", "LAZY", "ADDED", "RUNS", "HOLES"), False)
     other = {"BLOCK_M": CARE_M, "LOOP": "plain", **off}
     low = tuple((name, other.get(name, value)) for name, value in constants)
     return Build(
@@ -343,7 +357,7 @@ def _own_values(recipe: Recipe, inputs: Inputs, out: Tensor, lse: Tensor) -> lis
         if recipe.splits > 1:
             values[5] = None
     if recipe.tma:
-        values[13:15] = _descriptors(problem, inputs, recipe.tiles)
+        values[13:15] = descriptors.of_keys(problem, inputs, recipe.tiles)
     values[OFFSETS] = (_number(inputs.q_offset), _number(inputs.k_offset), inputs.h_offset, inputs.b_offset)
     values[SCALE] = inputs.scale
     if problem.spec.dropout:
@@ -355,7 +369,7 @@ def _own_values(recipe: Recipe, inputs: Inputs, out: Tensor, lse: Tensor) -> lis
 
 
 def _constants(
-    problem: Problem, inputs: Inputs, tiles: Tiles, strides: Strides, tma: bool, looked: bool
+    problem: Problem, inputs: Inputs, tiles: Tiles, strides: Strides, tma: bool, looked: bool, holed: bool
 ) -> tuple[tuple[str, object], ...]:
     spec, s = problem.spec, problem.shape
     d, dv = choice.padded(s.head_dim), choice.padded(s.head_dim_v)
@@ -368,6 +382,7 @@ def _constants(
         ("PRECISION", precision_of(problem.dtype)), ("TMA", tma),
         ("LOOP", tiles.loop if tma else "plain"), ("PARTS", tma and tiles.parts), ("LAZY", tma and tiles.lazy),
         ("ADDED", tma and choice.adds_to_scores(problem)), ("RUNS", looked),
+        ("HOLES", holed),
     )  # fmt: skip
 
 
@@ -379,22 +394,3 @@ def _wants_tma(problem: Problem, strides: Strides, device: int) -> bool:
     batch = 1 if problem.options.layout == "varlen" else s.batch
     work = 2.0 * batch * s.num_heads_q * s.seqlen_q * s.seqlen_k * (s.head_dim + s.head_dim_v)
     return work >= TMA_WORK and min(s.num_heads_kv, s.seqlen_k) > 0
-
-
-def _descriptors(problem: Problem, inputs: Inputs, tiles: Tiles) -> tuple[Any, Any]:
-    """Descriptors of k and v as (batch, head, token, d), blocks of BLOCK_N tokens."""
-    make = descriptor_type()
-    found = []
-    for t in (inputs.k, inputs.v):
-        view = t if problem.options.layout == "dense" else t.transpose(0, 1).unsqueeze(0)
-        shape = list(view.shape)
-        strides = [
-            x if n > 1 else _still(view, d) for d, (x, n) in enumerate(zip(view.stride(), shape, strict=True))
-        ]
-        found.append(make(view, shape, strides, [1, 1, tiles.block_n, choice.padded(shape[3])]))
-    return found[0], found[1]
-
-
-def _still(view: Tensor, d: int) -> int:
-    """A stride for a dimension of size 1, where any will do that the hardware takes."""
-    return 1 if d == view.ndim - 1 else 16

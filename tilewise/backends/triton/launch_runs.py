@@ -40,7 +40,7 @@ class Runs(NamedTuple):
 
 NO_RUNS = Runs()
 ROW_RUNS = RUNS._replace(name="row_runs", functions=("classify",))
-"""For the forward, whose FULL tiles go without any part of a mask."""
+"""For a forward whose FULL tiles go without any part of a mask."""
 
 
 def find_runs(call: Call, keys: Tiles, rows: Tiles | None) -> Runs:
@@ -97,9 +97,11 @@ def aligned_leaves(slots: Slots, first: int) -> tuple[int, ...]:
 
 
 def wanted_runs(
-    problem: Problem, slots: Slots, tiles: Tiles, values: Sequence[Any], at: Mapping[str, int], device: int
-) -> Wanted:
-    """The kernel that looks for the visible tiles of the forward's tiles of rows."""
+    problem: Problem, slots: Slots, tiles: Tiles, values: Sequence[Any], at: Mapping[str, int], device: int,
+    holed: bool,
+) -> Wanted:  # fmt: skip
+    """The kernel that looks for the visible tiles of the forward's tiles of rows; holed: FULL ones apply the holes."""
+    entry = RUNS if holed else ROW_RUNS
     own = _values(values, at, _heads_apart(problem), values[at["runs_ptr"]])
     names = [a.partition(":")[0] for a in ROW_RUNS.arguments] + list(slots.names)
     aligned = aligned_leaves(slots, len(ROW_RUNS.arguments))
@@ -111,7 +113,7 @@ def wanted_runs(
         types_of(names, own, argument_types(ROW_RUNS, slots)), aligned,
         tuple((name, known[name]) for name in ROW_RUNS.constants), 4, 1,
     )  # fmt: skip
-    return Wanted(problem, slots, ROW_RUNS, build, device, (ROW_RUNS,))
+    return Wanted(problem, slots, entry, build, device, (entry,))
 
 
 class RowRuns(NamedTuple):

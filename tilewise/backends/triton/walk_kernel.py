@@ -57,14 +57,14 @@ def weigh(p, v, acc, visible, CAREFUL: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def absorb_run(
-    acc, m, l, q, first, last, inner, outer, tensors, rows, numbers, data, score, keep, classify,  # noqa: E741
+    acc, m, l, q, first, last, inner, outer, tensors, rows, numbers, data, score, keep, holes, classify,  # noqa: E741
     MASKED: tl.constexpr, CAREFUL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr,
     DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr, ADDED: tl.constexpr,
+    TMA: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr, ADDED: tl.constexpr, HOLES: tl.constexpr,
 ):  # fmt: skip
     """The state after the key tiles first .. last - 1. MASKED says which are PARTIAL, or cut by the end: "none", "all",
-    or "outer", all but inner .. outer - 1."""
+    or "outer", all but inner .. outer - 1. HOLES: holes of a mask go into the scores of every tile, beside `keep`."""
     k_ptr, v_ptr, k_n, k_d, v_n, v_d, size_d, size_dv, n_k, k_desc, v_desc, tensor_b, key0 = tensors
     i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g = rows
     scale, seed, threshold, h_word, b_word = numbers
@@ -88,6 +88,9 @@ def absorb_run(
                 s = s * scale
             if HAS_TERMS:
                 s = score(s, i, j, q_pos, k_pos, b, h, g, data)
+        if HOLES:
+            row, column = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+            s = holes(s, i, j, q_pos, k_pos, b, h, g, (row, column, i0, j0, q_offset, k_offset), data)
         visible = inside[None, :]
         if MASKED == "outer":
             if (t < inner) | (t >= outer):
@@ -127,11 +130,11 @@ def absorb_run(
 
 @triton.jit
 def absorb_visible(
-    acc, m, l, q, begin, end, tensors, rows, numbers, data, score, keep, classify, classify_coarse,  # noqa: E741
+    acc, m, l, q, begin, end, tensors, rows, numbers, data, score, keep, holes, classify, classify_coarse,  # noqa: E741
     HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
     UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr,
-    ADDED: tl.constexpr,
+    ADDED: tl.constexpr, HOLES: tl.constexpr,
 ):  # fmt: skip
     """The state after those of the key tiles begin .. end - 1 of which the mask shows something."""
     i, q_pos, i0, i1, q_offset, k_offset, b, h, h0, h1, g = rows
@@ -153,31 +156,31 @@ def absorb_visible(
                 if TMA:
                     first, inner, outer, at = piece_of(kind, t, at, stop)
                     acc, m, l = absorb_run(  # noqa: E741
-                        acc, m, l, q, first, at, inner, outer, tensors, rows, numbers, data, score, keep,
+                        acc, m, l, q, first, at, inner, outer, tensors, rows, numbers, data, score, keep, holes,
                         classify, "outer", False, True, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N,
-                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, PARTS, LAZY, ADDED)  # fmt: skip
+                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, PARTS, LAZY, ADDED, HOLES)  # fmt: skip
                 else:
                     middle = tl.min(tl.where((t >= first) & (kind != 2), t, stop), 0)
                     at = tl.min(tl.where((t >= middle) & (kind != 1), t, stop), 0)
                     acc, m, l = absorb_run(  # noqa: E741
-                        acc, m, l, q, first, middle, 0, 0, tensors, rows, numbers, data, score, keep,
+                        acc, m, l, q, first, middle, 0, 0, tensors, rows, numbers, data, score, keep, holes,
                         classify, "none", False, True, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N,
-                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, PARTS, LAZY, ADDED)  # fmt: skip
+                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, PARTS, LAZY, ADDED, HOLES)  # fmt: skip
                     acc, m, l = absorb_run(  # noqa: E741
-                        acc, m, l, q, middle, at, 0, 0, tensors, rows, numbers, data, score, keep,
+                        acc, m, l, q, middle, at, 0, 0, tensors, rows, numbers, data, score, keep, holes,
                         classify, "all", False, True, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N,
-                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, PARTS, LAZY, ADDED)  # fmt: skip
+                        D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, PARTS, LAZY, ADDED, HOLES)  # fmt: skip
         chunk = stop
     return acc, m, l
 
 
 @triton.jit
 def absorb_found(
-    acc, m, l, q, found, end, tensors, rows, numbers, data, score, keep, classify,  # noqa: E741
+    acc, m, l, q, found, end, tensors, rows, numbers, data, score, keep, holes, classify,  # noqa: E741
     HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr,
     UNIT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, PARTS: tl.constexpr, LAZY: tl.constexpr,
-    ADDED: tl.constexpr,
+    ADDED: tl.constexpr, HOLES: tl.constexpr,
 ):  # fmt: skip
     """The state after the visible ones of the key tiles 0 .. end - 1, which `runs_kernel` found: asked about again only
     where they are not PARTIAL, FULL, PARTIAL."""
@@ -195,8 +198,8 @@ def absorb_found(
             kind = tl.where((t + 1) * BLOCK_N > n_k, tl.minimum(kind, 1), kind + tl.zeros_like(t))
             first, inner, outer, past = piece_of(tl.where(t < stop, kind, 0), t, at, stop)
         acc, m, l = absorb_run(  # noqa: E741
-            acc, m, l, q, first, past, inner, outer, tensors, rows, numbers, data, score, keep,
+            acc, m, l, q, first, past, inner, outer, tensors, rows, numbers, data, score, keep, holes,
             classify, "outer", False, True, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N,
-            D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, PARTS, LAZY, ADDED)  # fmt: skip
+            D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, PARTS, LAZY, ADDED, HOLES)  # fmt: skip
         at = past
     return acc, m, l
