@@ -31,7 +31,7 @@ FUNCTIONS = (
     "one_leaf_in_two_batches", "two_leaves_by_column_packed", "loads_ahead",
     "tiles_looked_at_before", "products_used_twice", "nothing_written_outside", "sums_made_apart",
     "holes_in_every_tile", "leaves_in_the_pivots",
-    "tanh_keeps_its_digits",
+    "tanh_keeps_its_digits", "patterns_are_what_they_should_be",
 )  # fmt: skip
 
 
@@ -352,6 +352,13 @@ def test_tanh_keeps_its_digits(fine: bool, device: torch.device) -> None:
 
     worst, exact = triton_words.tanh_errors(str(device), fine)
     assert worst < (0.75 if fine else 4e-7) and exact
+
+
+@pytest.mark.gpu
+def test_patterns_are_what_they_should_be(device: torch.device) -> None:
+    import triton_words
+
+    assert triton_words.patterns_differ(str(device), (3, 12, 31)) == []
 
 
 @pytest.mark.gpu

@@ -319,12 +319,19 @@ def tanh_keeps_its_digits() -> bool:
     return worst < 4e-7 and fine < 0.75 and exact and exact_fine
 
 
+def patterns_are_what_they_should_be() -> bool:
+    """Every period that is printed as a pattern of bits, of tiles that lie either way round and begin anywhere."""
+    import triton_words
+
+    return not triton_words.patterns_differ("cpu", [n for n in range(3, 32) if n & (n - 1)])
+
+
 FUNCTIONS: tuple[Callable[[], bool], ...] = (
     hidden_values, visible_values_spread, one_visible_key, large_scores, part_of_the_keys, one_leaf_in_two_batches,
     two_leaves_by_column_packed, loads_ahead, tiles_looked_at_before, products_used_twice,
     nothing_written_outside, sums_made_apart, holes_in_every_tile,
     leaves_in_the_pivots,
-    tanh_keeps_its_digits,
+    tanh_keeps_its_digits, patterns_are_what_they_should_be,
 )  # fmt: skip
 
 

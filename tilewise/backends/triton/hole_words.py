@@ -28,9 +28,37 @@ def residue(x, start, period, reciprocal):
     return y - (y * reciprocal >> 16) * period
 
 
+@triton.constexpr_function
+def repeated(bits, period, turned):
+    """A pattern of `period` bits over and over, 64 in all; turned: bit -n for bit n."""
+    own = [bits >> (-n % period if turned else n) & 1 for n in range(period)]
+    return sum(own[n % period] << n for n in range(64))
+
+
 @triton.jit
-def in_pattern(row, column, period, bits):
-    """Whether bit (column - row) % period of bits is set, of remainders by a period below 32."""
-    bits, row = bits.to(tl.uint32), row.to(tl.uint32)
-    turned = (bits << row) | (bits >> (period.to(tl.uint32) - row))
-    return (turned & (tl.full((), 1, tl.uint32) << column.to(tl.uint32))) != 0
+def in_pattern(row, column, row_start, column_start, PERIOD: tl.constexpr, BITS: tl.constexpr):
+    """Whether bit (column - row) % PERIOD of BITS is set, of numbers inside a tile and where it begins, modulo PERIOD,
+    which is below 32.
+
+    Along the first axis, of which a thread has few numbers, each has the pattern turned to where the other axis
+    begins, 32 numbers a word. Of the numbers along that axis the lowest three bits are the thread's, the others the
+    same for all threads: a word is shifted by the former, and then one and the same bit is tested by all.
+    """
+    ROWS_FIRST: tl.constexpr = row.shape[1] == 1
+    reciprocal: tl.constexpr = (2**16 + PERIOD - 1) // PERIOD
+    period = tl.full((), PERIOD, tl.int32)
+    if ROWS_FIRST:
+        turn = column_start - residue(row, row_start, period, reciprocal)
+        along = column
+    else:
+        turn = row_start - residue(column, column_start, period, reciprocal)
+        along = row
+    bits = tl.full((), repeated(BITS, PERIOD, not ROWS_FIRST), tl.uint64)
+    turn = tl.where(turn < 0, turn + PERIOD, turn)
+    word = (bits >> turn.to(tl.uint64)).to(tl.uint32)
+    for n in tl.static_range(1, (row.shape[1] * column.shape[1]) // 32):
+        turn += 32 % PERIOD
+        turn = tl.where(turn >= PERIOD, turn - PERIOD, turn)
+        word = tl.where(along >= 32 * n, (bits >> turn.to(tl.uint64)).to(tl.uint32), word)
+    shifted = word >> low_bits(along, 7).to(tl.uint32)
+    return (shifted & (tl.full((), 1, tl.uint32) << (along & 24).to(tl.uint32))) != 0

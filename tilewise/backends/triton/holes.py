@@ -209,16 +209,18 @@ def print_holes(name: str, keep: Node | None, slots: Slots) -> str:
     return f"@triton.jit\ndef {name}(s, i, j, q, k, b, h, g, place, data):\n{text}"
 
 
-def _residues(stripes: Stripes, period: str, reciprocal: str) -> tuple[list[str], str]:
-    """Statements that name where a tile begins, modulo the period, and the remainders of its rows and columns. Names
-    are of the position and the period: a mask may have several."""
-    lines, residues = [], []
+def _starts(stripes: Stripes) -> tuple[list[str], list[str]]:
+    """Statements that name where a tile begins, modulo the period, and what `in_pattern` is told of rows and columns.
+    Names are of the position and the period: a mask may have several."""
+    lines, owns, names = [], [], []
     for position in (stripes.row, stripes.column):
         own, *starts = _PLACES[str(position.value)]
-        start = f"{position.value}_start_{stripes.period.value}"
-        lines.append(f"{start} = mod_int({' + '.join(starts)}, {period})")
-        residues.append(f"residue({own}, {start}, {period}, {reciprocal})")
-    return lines, ", ".join(residues)
+        name = f"{position.value}_start_{stripes.period.value}"
+        period = f"tl.full((), {stripes.period.value}, tl.int32)"
+        lines.append(f"{name} = mod_int({' + '.join(starts)}, {period})")
+        owns.append(own)
+        names.append(name)
+    return lines, [*owns, *names]
 
 
 def _no_load(node: Node, indices: object) -> NoReturn:
@@ -248,9 +250,6 @@ def _literal_stripes(node: Node, lines: list[str]) -> str:
     pattern = bits_of(stripes, node)
     if pattern is None:
         return ""
-    period = f"tl.full((), {stripes.period.value}, tl.int32)"
-    bits = f"tl.full((), {pattern}, tl.uint32)"
-    reciprocal = f"{-(-(2**16) // int(stripes.period.value))}"  # type: ignore[arg-type]
-    before, residues = _residues(stripes, period, reciprocal)
+    before, told = _starts(stripes)
     lines += before
-    return f"in_pattern({residues}, {period}, {bits})"
+    return f"in_pattern({', '.join(told)}, {stripes.period.value}, {pattern})"
