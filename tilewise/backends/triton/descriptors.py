@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tilewise.backends.triton.tiles import padded
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
+    from tilewise.backends.triton.layout import Slots
     from tilewise.backends.triton.tiles import Tiles
     from tilewise.problem import Inputs, Problem
 
@@ -39,14 +42,23 @@ def of_keys(problem: Problem, inputs: Inputs, tiles: Tiles) -> tuple[Any, Any]:
     found = []
     for t in (inputs.k, inputs.v):
         view = t if problem.options.layout == "dense" else t.transpose(0, 1).unsqueeze(0)
-        shape = list(view.shape)
-        strides = [
-            x if n > 1 else _still(view, d) for d, (x, n) in enumerate(zip(view.stride(), shape, strict=True))
-        ]
-        found.append(make(view, shape, strides, [1, 1, tiles.block_n, padded(shape[3])]))
+        block = [1, 1, tiles.block_n, padded(view.shape[3])]
+        found.append(make(view, list(view.shape), _strides(view), block))
     return found[0], found[1]
 
 
-def _still(view: Tensor, d: int) -> int:
-    """A stride for a dimension of size 1, where any will do that the hardware takes."""
-    return 1 if d == view.ndim - 1 else 16
+def of_leaves(slots: Slots, leaves: Sequence[Tensor], tiles: Tiles) -> list[Any]:
+    """Descriptors of the described leaves, blocks of a tile of scores."""
+    make, found = descriptor_type(), []
+    for slot in slots.described:
+        leaf, covered = leaves[slot], slots.leaves[slot].covered
+        block = [1] * leaf.ndim
+        block[covered[0]], block[covered[1]] = tiles.block_m, tiles.block_n
+        found.append(make(leaf, list(leaf.shape), _strides(leaf), block))
+    return found
+
+
+def _strides(view: Tensor) -> list[int]:
+    """Its strides; of a dimension of size 1, where any will do, one that the hardware takes."""
+    places = enumerate(zip(view.stride(), view.shape, strict=True))
+    return [x if n > 1 else (1 if d == view.ndim - 1 else 16) for d, (x, n) in places]

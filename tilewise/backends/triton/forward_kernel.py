@@ -108,7 +108,7 @@ def forward_tile(
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_s, o_b, o_h, o_n, o_d, l_s, l_b, l_h,
     batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles, run_b, run_h,
     q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
-    data, score, keep, ends, holes, classify, classify_ends, classify_coarse,
+    data, score, score_ahead, keep, ends, holes, classify, classify_ends, classify_coarse,
     HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
     LAST: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
@@ -191,14 +191,14 @@ def forward_tile(
     elif RUNS:
         found = load_runs(runs_ptr, tl.cast(tensor_b, tl.int64) * run_b + head * run_h + slot)
         acc, m, l = absorb_found(  # noqa: E741
-            acc, m, l, q, found, end, tensors, here, numbers, data, score, ends, holes, classify_ends,
+            acc, m, l, q, found, end, tensors, here, numbers, data, score_ahead, ends, holes, classify_ends,
             HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
             TMA, PARTS, LAZY, ADDED, HOLES)  # fmt: skip
     elif HAS_MASK:
         acc, m, l = absorb_visible(  # noqa: E741
-            acc, m, l, q, begin, end, tensors, here, numbers, data, score, ends, holes, classify_ends, classify_coarse,
-            HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION,
-            TMA, PARTS, LAZY, ADDED, HOLES)  # fmt: skip
+            acc, m, l, q, begin, end, tensors, here, numbers, data, score_ahead, ends, holes, classify_ends,
+            classify_coarse, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
+            PRECISION, TMA, PARTS, LAZY, ADDED, HOLES)  # fmt: skip
     elif LOOP == "ahead":
         if begin < end:
             acc, m, l = absorb_ahead(  # noqa: E741
@@ -215,13 +215,13 @@ def forward_tile(
         if begin < end:
             middle = tl.maximum(tl.minimum(end, n_k // BLOCK_N), begin)
             acc, m, l = absorb_run(  # noqa: E741
-                acc, m, l, q, begin, middle, 0, 0, tensors, here, numbers, data, score, keep, holes, classify, "none",
-                False, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-                PRECISION, TMA, PARTS, LAZY, ADDED, HOLES)  # fmt: skip
+                acc, m, l, q, begin, middle, 0, 0, tensors, here, numbers, data, score_ahead, keep, holes, classify,
+                "none", False, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP,
+                UNIT, PRECISION, TMA, PARTS, LAZY, ADDED, HOLES)  # fmt: skip
             acc, m, l = absorb_run(  # noqa: E741
-                acc, m, l, q, middle, end, 0, 0, tensors, here, numbers, data, score, keep, holes, classify, "all",
-                False, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT,
-                PRECISION, TMA, PARTS, LAZY, ADDED, HOLES)  # fmt: skip
+                acc, m, l, q, middle, end, 0, 0, tensors, here, numbers, data, score_ahead, keep, holes, classify,
+                "all", False, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP,
+                UNIT, PRECISION, TMA, PARTS, LAZY, ADDED, HOLES)  # fmt: skip
     if PARTS:
         l = tl.sum(l, 1)  # noqa: E741
     # A weight of 0 times a hidden NaN is NaN. It is rare, and then the tile of rows is done again with care.
@@ -284,7 +284,7 @@ def forward_program(
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_s, o_b, o_h, o_n, o_d, l_s, l_b, l_h,
     batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles, run_b, run_h,
     q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
-    data, score, keep, ends, holes, classify, classify_ends, classify_coarse,
+    data, score, score_ahead, keep, ends, holes, classify, classify_ends, classify_coarse,
     HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
     LAST: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
@@ -298,9 +298,9 @@ def forward_program(
         cu_k_ptr, used_q_ptr, used_k_ptr, k_desc, v_desc, flag_ptr, runs_ptr, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d,
         v_b, v_h, v_n, v_d, o_s, o_b, o_h, o_n, o_d, l_s, l_b, l_h, batch, heads, group, seqlen_q, seqlen_k,
         row_tiles, swizzle, splits, split_tiles, run_b, run_h, q_offset, k_offset, h_offset, b_offset, size_d, size_dv,
-        threshold, scale, drop_factor, data, score, keep, ends, holes, classify, classify_ends, classify_coarse,
-        HAS_MASK, HAS_TERMS, FUSED, DROPOUT, VARLEN, LAST, PACKED, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP,
-        UNIT, PRECISION, TMA, LOOP, PARTS, LAZY, ADDED, RUNS, HOLES, CARE, RATIO,
+        threshold, scale, drop_factor, data, score, score_ahead, keep, ends, holes, classify, classify_ends,
+        classify_coarse, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, VARLEN, LAST, PACKED, BLOCK_M, BLOCK_N, D_PAD, DV_PAD,
+        EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, LOOP, PARTS, LAZY, ADDED, RUNS, HOLES, CARE, RATIO,
     )  # fmt: skip
 
 
@@ -311,7 +311,7 @@ def again_program(
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_s, o_b, o_h, o_n, o_d, l_s, l_b, l_h,
     batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles, run_b, run_h,
     q_offset, k_offset, h_offset, b_offset, size_d, size_dv, threshold, scale, drop_factor,
-    data, score, keep, ends, holes, classify, classify_ends, classify_coarse,
+    data, score, score_ahead, keep, ends, holes, classify, classify_ends, classify_coarse,
     HAS_MASK: tl.constexpr, HAS_TERMS: tl.constexpr, FUSED: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
     LAST: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
@@ -332,9 +332,9 @@ def again_program(
                 cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, k_desc, v_desc, flag_ptr, runs_ptr, q_b, q_h, q_n, q_d, k_b,
                 k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_s, o_b, o_h, o_n, o_d, l_s, l_b, l_h, batch, heads, group,
                 seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles, run_b, run_h, q_offset, k_offset, h_offset,
-                b_offset, size_d, size_dv, threshold, scale, drop_factor, data, score, keep, ends, holes, classify,
-                classify_ends, classify_coarse, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, VARLEN, LAST, PACKED, BLOCK_M,
-                BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, LOOP, PARTS, LAZY, ADDED, RUNS, HOLES,
-                CARE, RATIO,
+                b_offset, size_d, size_dv, threshold, scale, drop_factor, data, score, score_ahead, keep, ends, holes,
+                classify, classify_ends, classify_coarse, HAS_MASK, HAS_TERMS, FUSED, DROPOUT, VARLEN, LAST, PACKED,
+                BLOCK_M, BLOCK_N, D_PAD, DV_PAD, EVEN, EVEN_V, STEP, UNIT, PRECISION, TMA, LOOP, PARTS, LAZY, ADDED,
+                RUNS, HOLES, CARE, RATIO,
             )  # fmt: skip
         at = tl.min(tl.where(noted & (n > at), n, total), 0)

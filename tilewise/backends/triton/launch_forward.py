@@ -24,7 +24,7 @@ from tilewise.backends.triton.launch import (
 )
 from tilewise.backends.triton.launch_runs import RowRuns, aligned_leaves, table_strides, wanted_runs
 from tilewise.backends.triton.launch_splits import combine_parts, parts_of
-from tilewise.backends.triton.layout import Slots, describe, fill, pairwise_dims, powers_of
+from tilewise.backends.triton.layout import Slots, describable, describe, fill, pairwise_dims, powers_of
 from tilewise.backends.triton.machine import machine_of
 from tilewise.backends.triton.source import Entry, argument_types
 from tilewise.problem import empty_in_order
@@ -53,17 +53,13 @@ FORWARD = Entry(
         "run_h", "q_offset", "k_offset", "h_offset", "b_offset", "size_d", "size_dv", "threshold:u32", "scale:fp32",
         "drop_factor:fp32",
     ),
-    ("score", "keep", "keep", "holes", "classify", "classify", "classify_coarse"),
+    ("score", "score", "keep", "keep", "holes", "classify", "classify", "classify_coarse"),
     (
         "HAS_MASK", "HAS_TERMS", "FUSED", "DROPOUT", "VARLEN", "LAST", "PACKED", "BLOCK_M", "BLOCK_N", "D_PAD",
         "DV_PAD", "EVEN", "EVEN_V", "STEP", "UNIT", "PRECISION", "TMA", "LOOP",
         "PARTS", "LAZY", "ADDED", "RUNS", "HOLES", "CARE", "RATIO",
     ),
 )  # fmt: skip
-HOLED = FORWARD._replace(
-    functions=("score", "keep", "ends", "holes", "classify", "classify_ends", "classify_coarse")
-)
-"""Of a mask with holes, which every tile applies: its tiles are FULL or not by the rest alone."""
 AT = {argument.partition(":")[0]: n for n, argument in enumerate(FORWARD.arguments)}
 OFFSETS = slice(AT["q_offset"], AT["b_offset"] + 1)
 SCALE = AT["scale"]
@@ -233,6 +229,8 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     tma = tiles.block_m > CARE_M and _wants_tma(problem, strides, device)
     if pairs and tiles.loop == "held" and not tma:
         tiles = tiles._replace(stages=2)  # q and the leaf share the room of the third
+    if tma and not tiles.packed:
+        slots = slots._replace(described=describable(problem.spec, slots, inputs.leaves))
     values = _shared_values(problem, inputs, slots, tiles, (splits, split_tiles), strides, lse_strides)
     values[AT["out_ptr"]], values[AT["lse_ptr"]] = out, out.new_empty(0, dtype=torch.float32)
     if splits > 1:
@@ -252,7 +250,7 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
         values[TABLE] = torch.empty(0, dtype=torch.int32, device=out.device)
         values[TABLE_STRIDES] = table_strides(problem, rows)
     holed = tma and not tiles.packed and has_holes(problem.spec.keep)
-    entry = HOLED if holed else FORWARD
+    entry = _entry(holed, bool(slots.described))
     entries = (entry, entry._replace(name="again", program="again_program"))
     constants = _constants(problem, inputs, tiles, strides, tma, looked, holed)
     names = [a.partition(":")[0] for a in FORWARD.arguments] + list(slots.names)
@@ -267,7 +265,7 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
     if looked:
         wanted.append(wanted_runs(problem, slots, tiles, values, AT, device, holed))
     run, *others = kernel_launchers(wanted)
-    before = RowRuns(others.pop(), problem, rows) if looked else None
+    before = RowRuns(others.pop(), problem, rows, len(slots.described)) if looked else None
     again = others[0] if others else None
     heads = problem.shape.num_heads_kv if tiles.packed else problem.shape.num_heads_q
     units = heads if problem.options.layout == "varlen" else problem.shape.batch * heads
@@ -277,6 +275,14 @@ def make_recipe(problem: Problem, inputs: Inputs, slots: Slots) -> Recipe:
         run, again, before, kept, types, units * rows * splits, splits, tiles, tma, strides.step > 1,
         result.stride(), slots, problem, asked,
     )  # fmt: skip
+
+
+def _entry(holed: bool, ahead: bool) -> Entry:
+    """The forward's kernel. holed: of a mask with holes, which every tile applies: a tile is FULL or not by the rest
+    alone; ahead: with leaves by descriptors."""
+    words = ("ends", "holes", "classify", "classify_ends") if holed else FORWARD.functions[3:-1]
+    score = "score_ahead" if ahead else "score"
+    return FORWARD._replace(functions=("score", score, "keep", *words, "classify_coarse"))
 
 
 def _written(
@@ -322,7 +328,7 @@ def _shared_values(
         *strides.q, *strides.k, *strides.v, *strides.out, l_s, 0 if varlen else l_b, l_h,
         s.batch, heads, max(problem.group, 1), s.seqlen_q, s.seqlen_k, choice.row_tiles(problem, tiles), abreast,
         *splits, 0, 0, _number(inputs.q_offset), _number(inputs.k_offset), inputs.h_offset, inputs.b_offset,
-        s.head_dim, s.head_dim_v, threshold, inputs.scale, factor, *_data(problem, inputs, slots),
+        s.head_dim, s.head_dim_v, threshold, inputs.scale, factor, *_data(inputs, slots, tiles),
     ]  # fmt: skip
 
 
@@ -342,10 +348,11 @@ def _optional(problem: Problem, inputs: Inputs) -> list[Tensor | None]:
     ]  # fmt: skip
 
 
-def _data(problem: Problem, inputs: Inputs, slots: Slots) -> list[object]:
+def _data(inputs: Inputs, slots: Slots, tiles: Tiles) -> list[object]:
     device = max(inputs.q.get_device(), 0)
     made = tables(slots, inputs.leaves, device)
-    return fill(slots, inputs.leaves, inputs.ints, inputs.floats, made)
+    data = fill(slots, inputs.leaves, inputs.ints, inputs.floats, made)
+    return [*data, *descriptors.of_leaves(slots, inputs.leaves, tiles)] if slots.described else data
 
 
 def _own_values(recipe: Recipe, inputs: Inputs, out: Tensor, lse: Tensor) -> list[object]:
@@ -364,7 +371,7 @@ def _own_values(recipe: Recipe, inputs: Inputs, out: Tensor, lse: Tensor) -> lis
         values[SCALE - 1], values[SCALE + 1] = dropout_numbers(problem, inputs.dropout)
     spec = problem.spec
     if spec.leaves or spec.num_ints or spec.num_floats:
-        values[len(FORWARD.arguments) :] = _data(problem, inputs, recipe.slots)
+        values[len(FORWARD.arguments) :] = _data(inputs, recipe.slots, recipe.tiles)
     return values
 
 

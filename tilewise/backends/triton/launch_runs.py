@@ -81,12 +81,15 @@ def table_strides(problem: Problem, row_tiles: int) -> tuple[int, int]:
     return heads * row_tiles, row_tiles if heads > 1 else 0
 
 
-def _values(values: Sequence[Any], at: Mapping[str, int], heads: int, table: Tensor) -> tuple[object, ...]:
-    """The arguments of `runs_kernel` for tiles of rows alone, from the forward kernel's, whose places are `at`."""
+def _values(
+    values: Sequence[Any], at: Mapping[str, int], heads: int, table: Tensor, described: int
+) -> tuple[object, ...]:
+    """The arguments of `runs_kernel` for tiles of rows alone, from the forward kernel's, whose places are `at` and of
+    which the last are descriptors of leaves, which no mask reads."""
     return (
         table, *values[at["q_offset_ptr"] : at["used_k_ptr"] + 1], values[at["batch"]], heads,
         *values[at["group"] : at["seqlen_k"] + 1], 0, values[at["row_tiles"]], values[at["q_offset"]],
-        values[at["k_offset"]], *values[len(at) :],
+        values[at["k_offset"]], *values[len(at) : len(values) - described],
     )  # fmt: skip
 
 
@@ -102,7 +105,8 @@ def wanted_runs(
 ) -> Wanted:  # fmt: skip
     """The kernel that looks for the visible tiles of the forward's tiles of rows; holed: FULL ones apply the holes."""
     entry = RUNS if holed else ROW_RUNS
-    own = _values(values, at, _heads_apart(problem), values[at["runs_ptr"]])
+    own = _values(values, at, _heads_apart(problem), values[at["runs_ptr"]], len(slots.described))
+    slots = slots._replace(described=())
     names = [a.partition(":")[0] for a in ROW_RUNS.arguments] + list(slots.names)
     aligned = aligned_leaves(slots, len(ROW_RUNS.arguments))
     known: dict[str, object] = {
@@ -117,16 +121,18 @@ def wanted_runs(
 
 
 class RowRuns(NamedTuple):
-    """The launch before a forward kernel that reads its table. run: the kernel; row_tiles: of a head."""
+    """The launch before a forward kernel that reads its table. run: the kernel; row_tiles: of a head; described: leaves
+    that come by descriptors."""
 
     run: Any
     problem: Problem
     row_tiles: int
+    described: int
 
     def find(self, values: Sequence[Any], at: Mapping[str, int], device: torch.device) -> Tensor:
         """The table of a call with those arguments of the forward kernel."""
         heads = _heads_apart(self.problem)
         units = heads * (1 if self.problem.options.layout == "varlen" else self.problem.shape.batch)
         table = torch.empty(units * self.row_tiles * RUN, dtype=torch.int32, device=device)
-        self.run(units * self.row_tiles, _values(values, at, heads, table))
+        self.run(units * self.row_tiles, _values(values, at, heads, table, self.described))
         return table

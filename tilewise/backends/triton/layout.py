@@ -67,6 +67,8 @@ class Slots(NamedTuple):
     product; None where the kernels divide in the ordinary way."""
     fine: bool = False
     """Whether divisions and tanh are rounded to float32's last bit, as in calls of float32."""
+    described: tuple[int, ...] = ()
+    """Leaves that come by descriptors, too, tile by tile, to the forward's loops: the last entries of the tuple."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -80,7 +82,8 @@ class Slots(NamedTuple):
                 names += [f"L{slot}_n{d}", f"L{slot}_s{d}"]
         names += [f"n{n}" for n in range(self.floats_at - self.ints_at)]
         names += [f"x{n}" for n in range(self.tables_at - self.floats_at)]
-        return (*names, *(f"T{n}" for n in range(len(self.tables))))
+        names += [f"T{n}" for n in range(len(self.tables))]
+        return (*names, *(f"D{slot}_desc" for slot in self.described))
 
 
 def layout_of(leaf: Tensor, pairwise: frozenset[int], lengths: dict[int, int], fewest: int) -> LeafLayout:
@@ -190,6 +193,25 @@ def describe(
     return Slots(
         layouts, tuple(where), at, floats_at, tables_of(spec), floats_at + spec.num_floats, powers, fine
     )
+
+
+def describable(spec: AttentionSpec, slots: Slots, leaves: Sequence[Tensor]) -> tuple[int, ...]:
+    """The leaves of two bytes for each pair that can come by descriptors: read by scores at the row and the column
+    themselves, along contiguous rows at multiples of 16 bytes, of the head and the batch entry."""
+    if spec.score is None:
+        return ()
+    sites, plain, found = ex.loads(spec.score), plain_dims(spec), []
+    for slot, layout in enumerate(slots.leaves):
+        own = [site for site in sites if site.value == slot]
+        places = {name: d for d, name in plain[slot].items() if d in layout.covered}
+        if not own or set(places) != {"i", "j"} or leaves[slot].dtype not in (torch.bfloat16, torch.float16):
+            continue
+        others = [a for site in own for d, a in enumerate(site.args) if d not in places.values()]
+        near = all(ex.variables(a) <= {"b", "h", "g"} and not ex.loads(a) for a in others)
+        apart = all(n == 1 or x for n, x in zip(leaves[slot].shape, leaves[slot].stride(), strict=True))
+        if near and apart and layout.step > 1 and layout.unit == places["j"] == leaves[slot].ndim - 1:
+            found.append(slot)
+    return tuple(found)
 
 
 def fill(

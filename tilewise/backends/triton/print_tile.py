@@ -179,6 +179,26 @@ class TilePrinter:
         return f"({name} < {size})"
 
 
+class AheadPrinter(TilePrinter):
+    """Reads tiles of described leaves by their descriptors; `i0`, `j0` follow the tuple's own entries."""
+
+    def load(self, node: Node, a: list[str]) -> str:
+        slot = int(node.value)  # type: ignore[arg-type]
+        if slot not in self.slots.described:
+            return super().load(node, a)
+        names = self.slots.names
+        at = len(names) - len(self.slots.described) + self.slots.described.index(slot)
+        layout, starts = self.slots.leaves[slot], {"i": "i0", "j": "j0"}
+        indices = []
+        for d, argument in enumerate(node.args):
+            if d in layout.covered:
+                indices.append(starts[str(argument.value)])
+            else:
+                indices.append(self.index(node, d, a[d]) or "0")
+        tile = f"{self._slot(at)}.load([{', '.join(indices)}]).reshape(s.shape[0], s.shape[1])"
+        return as_kind(tile, node.type)
+
+
 def _is_distance(node: Node) -> bool:
     """Whether a node is |q - k|, which int32 holds, so that it may become a float before its sign is dropped."""
     if node.op != "abs" or node.type != "int" or node.args[0].op != "sub":
@@ -210,19 +230,23 @@ def unpack(slots: Slots, used: set[int]) -> list[str]:
 
 
 def print_function(
-    name: str, roots: tuple[Node, ...], slots: Slots, *, doc: str, like_s: bool, exact: bool = False
-) -> str:
+    name: str, roots: tuple[Node, ...], slots: Slots, *, doc: str, like_s: bool, exact: bool = False,
+    ahead: bool = False,
+) -> str:  # fmt: skip
     """Text of a jit function of (s, i, j, q, k, b, h, g, data) that returns the roots (one bare, several as a tuple).
 
-    like_s: float results are broadcast to the shape of s. exact: `/` is rounded correctly, as masks want it.
+    like_s: float results are broadcast to the shape of s. exact: `/` is rounded correctly, as masks want it. ahead:
+    described leaves come by descriptors, and `data` ends with where the tile begins.
     """
-    printer = TilePrinter(slots, exact)
+    printer = AheadPrinter(slots) if ahead else TilePrinter(slots, exact)
     results = []
     for root in roots:
         text = printer.emit(root)
         wide = like_s and root.type == "float" and not (root.op == "var" and root.value == "s")
         results.append(f"tl.broadcast_to({text}, s.shape)" if wide else text)
-    body = [f'"""{doc}"""', *unpack(slots, printer.used), *printer.lines, f"return {', '.join(results)}"]
+    places = [f"i0, j0 = data[{len(slots.names)}], data[{len(slots.names) + 1}]"] if ahead else []
+    lines = [*unpack(slots, printer.used), *places, *printer.lines]
+    body = [f'"""{doc}"""', *lines, f"return {', '.join(results)}"]
     return f"@triton.jit\ndef {name}({VARIABLES}, data):\n" + "".join(f"    {line}\n" for line in body)
 
 

@@ -110,6 +110,9 @@ def print_folds(spec: AttentionSpec, slots: Slots) -> str:
         ),
         *(print_indices(f"site{n}_indices", site, slots) for n, site in enumerate(sites)),
     ]
+    if slots.described:
+        doc = "The score after all terms, with leaves by descriptors."
+        parts.append(print_function("score_ahead", (score,), slots, doc=doc, like_s=True, ahead=True))
     return "\n\n".join(parts)
 
 
@@ -156,7 +159,7 @@ def print_module(spec: AttentionSpec, slots: Slots, entries: tuple[Entry, ...]) 
     head = (
         f'"""Printed by Tilewise from the spec\n\n{spec.text}\n\nData: {", ".join(slots.names) or "none"}.\n"""\n\n'
         "import triton\nimport triton.language as tl\n\n"
-        "from tilewise.backends.triton.hole_words import in_pattern, low_bits, residue\n"
+        "from tilewise.backends.triton.hole_words import in_pattern, low_bits\n"
         f"from tilewise.backends.triton.words import (\n    {words}\n)\n{imports}"
     )
     folds = print_folds(spec, slots)
