@@ -40,6 +40,8 @@ from tilewise.cli.timing import Limits, side_stream, time_calls
 DEVICE = torch.device("cuda")
 ROUNDS = 12
 HOST_CALLS, HOST_ROUNDS = 100, 25
+Calls = dict[str, Callable[[], Any]]
+Found = dict[str, dict[str, Any]]
 
 
 class TooSlow(Exception):
@@ -89,24 +91,27 @@ def prepare(name: str, cell: Cell, which: str) -> tuple[Callable[[], Any], int]:
     return call, torch.cuda.max_memory_allocated() - before
 
 
-def measure(cell: Cell, which: str, names: list[str], seconds: int, rounds: int) -> dict[str, Any]:
+def ready(cell: Cell, which: str, names: list[str], seconds: int) -> tuple[Calls, Found]:
+    """The calls of a cell's contenders, and what is known of each so far."""
+    calls: Calls = {}
+    found: Found = {}
+    for name in names:
+        start = time.perf_counter()
+        try:
+            with patience(seconds):
+                calls[name], peak = prepare(name, cell, which)
+            found[name] = {"ready_s": round(time.perf_counter() - start, 2), "peak_bytes": peak}
+        except Refused as why:
+            found[name] = {"refused": str(why)}
+        except Exception as error:  # any library may fail on any cell; that is a result
+            found[name] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
+            torch.cuda.synchronize()
+    return calls, found
+
+
+def timed(cell: Cell, which: str, calls: Calls, found: Found, rounds: int) -> dict[str, Any]:
     """One line: all contenders on one cell and direction."""
-    calls: dict[str, Callable[[], Any]] = {}
-    found: dict[str, Any] = {}
-    with side_stream(DEVICE):
-        for name in names:
-            start = time.perf_counter()
-            try:
-                with patience(seconds):
-                    calls[name], peak = prepare(name, cell, which)
-                ready = round(time.perf_counter() - start, 2)
-                found[name] = {"ready_s": ready, "peak_bytes": peak}
-            except Refused as why:
-                found[name] = {"refused": str(why)}
-            except Exception as error:  # any library may fail on any cell; that is a result
-                found[name] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
-                torch.cuda.synchronize()
-        timings = time_calls(calls, DEVICE, Limits(least=rounds, most=rounds, seconds=0.0))
+    timings = time_calls(calls, DEVICE, Limits(least=rounds, most=rounds, seconds=0.0))
     flops = cell.flops(which, cell.pairs())
     size = torch.finfo(cell.dtype).bits // 8
     read = cell.batch * cell.heads_kv * cell.n * (cell.d + cell.head_dim_v) * size
@@ -118,6 +123,12 @@ def measure(cell: Cell, which: str, names: list[str], seconds: int, rounds: int)
             elif series is not None:
                 found[name][f"{kind}_tflops"] = round(flops / series.median / 1e12, 1)
     return {"cell": cell.name, "which": which, "contenders": found}
+
+
+def measure(cell: Cell, which: str, names: list[str], seconds: int, rounds: int) -> dict[str, Any]:
+    """That line, of contenders that are made ready here."""
+    with side_stream(DEVICE):
+        return timed(cell, which, *ready(cell, which, names, seconds), rounds)
 
 
 def host_time(call: Callable[[], Any]) -> float:
