@@ -66,7 +66,8 @@ def _tune_alone(box: Path, which: str) -> None:
         with config.patch(max_autotune=config.max_autotune and which == "forward"):
             return choose(*args, **options)
 
-    AlgorithmSelectorCache.benchmark_choices = staticmethod(measured)
+    if isinstance(vars(AlgorithmSelectorCache).get("benchmark_choices"), classmethod):
+        AlgorithmSelectorCache.benchmark_choices = staticmethod(measured)
     InductorChoices.get_flex_attention_fwd_configs = chosen
 
 

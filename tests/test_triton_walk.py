@@ -58,11 +58,12 @@ assert [recipe.tiles.loop for recipe in launch_forward._recipes.values()][-2:] =
 q, k = torch.randn(2, 4, 140, 72).half(), torch.randn(2, 2, 136, 72).half()
 leaf = torch.randn(2, 4, 150, 144).half()
 added = tw.custom_score(lambda s, i, j, leaf: s + leaf[i, j], leaf[1, 2, :140, :136])
+not_one = tw.custom(lambda j, ids: ids[j] != 1, back[1, :136])
 wide = tw.custom_score(lambda s, h, i, j, leaf: s + leaf[h, i, j], leaf[0, :1, :140, :136].expand(4, -1, -1))
 for name, term, mask, slots in (
     ("a bias by descriptors", tw.bias(leaf[:, :, :140, :136]), None, (0,)),
     ("rows apart", tw.bias(torch.randn(1, 1, 280, 136).half()[:, :, ::2]), tw.window(70, 3), (0,)),
-    ("beside a mask's leaf", tw.bias(leaf[:1, :, :140, :136]), tw.causal() & tw.custom(lambda j, ids: ids[j] != 1, back[1, :136]), (1,)),
+    ("beside a mask's leaf", tw.bias(leaf[:1, :, :140, :136]), tw.causal() & not_one, (1,)),
     ("after a softcap", (tw.softcap(9.0), added), tw.causal(), (0,)),
     ("one for all heads", wide, None, ()),
     ("full precision", tw.bias(leaf[:, :, :140, :136].float()), None, ()),
