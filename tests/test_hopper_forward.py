@@ -16,7 +16,9 @@ triton = pytest.importorskip("triton", reason="needs Triton")
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="needs Gluon")
 
 from hopper_compile import alibi_of, compile_forward, reused_barriers, spec_of  # noqa: E402
+from test_hopper_backward import _call  # noqa: E402
 
+from tilewise.backends.hopper import launch_forward  # noqa: E402
 from tilewise.backends.hopper.launch_forward import early_lines, schedule  # noqa: E402
 from tilewise.backends.hopper.source import print_module  # noqa: E402
 from tilewise.backends.hopper.tiles import PAIRS, SHARED, abreast, pair_of  # noqa: E402
@@ -98,6 +100,39 @@ def test_a_printed_module_holds_the_spec_and_the_roles():
     assert "tl.arange" not in text and "hopper.plain" not in text
     again = print_module(spec, slots, "tilewise.backends.hopper.forward_again_shared", ())
     assert "def repeat(" in again and "import LINES, fold" in again and "forward_shared" not in again
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"mask": tw.causal(), "packed": True}, {"mask": tw.causal(), "scores": tw.softcap(20.0)},
+        {"scores": tw.alibi(tw.alibi_slopes(4))},
+        {"mask": tw.causal() | tw.prefix(torch.tensor([7]))},
+        {"scores": tw.bias(torch.zeros(1, 4, 4096, 4096, dtype=torch.bfloat16)), "n": 4096},
+    ],
+    ids=("plain", "packed", "softcap", "alibi", "prefix", "bias"),
+)  # fmt: skip
+def test_a_call_is_laid_out_as_its_kernel_takes_it(options, monkeypatch):
+    """All of a forward but its launches, which here only count what they are given."""
+    given = []
+
+    def launchers(spec, slots, builds, device):
+        def launch(grid, values):
+            given.append((grid, len(values)))
+
+        launch.device = 0
+        return [launch for _ in builds]
+
+    problem, inputs, (out, lse), *_ = _call(128, 128, **options)
+    monkeypatch.setattr(launch_forward, "launchers", launchers)
+    monkeypatch.setattr(launch_forward, "_recipes", {})
+    monkeypatch.setattr(launch_forward, "machine_of", lambda device: Machine("cuda", 90, SHARED, 132))
+    monkeypatch.setattr(launch_forward, "counter", lambda device, stream: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    found = launch_forward.forward(problem, inputs)
+    assert found is not None and found[0].shape == out.shape and found[1].shape == lse.shape
+    (recipe,) = launch_forward._recipes.values()
+    assert given and all(grid > 0 and n == len(recipe.types) for grid, n in given)
 
 
 def test_head_dimensions_take_the_smallest_kernel_that_holds_them():

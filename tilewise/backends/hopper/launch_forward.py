@@ -194,7 +194,7 @@ def _run(recipe: Recipe, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
     sink, _, q_offset, k_offset, cu_q, cu_k, used_q, used_k = optional
     values[AT["sink_ptr"]] = sink if recipe.splits == 1 else None
     values[AT["q_offset_ptr"] : AT["used_k_ptr"] + 1] = (q_offset, k_offset, cu_q, cu_k, used_q, used_k)
-    data = low._data(problem, inputs, recipe.slots)
+    data = low._data(inputs, recipe.slots)
     if recipe.ranges is not None:
         values[AT["range_ptr"]] = recipe.ranges(inputs, data)
     values[len(FORWARD.arguments) :] = data
@@ -294,7 +294,7 @@ def make_recipe(problem: Problem, inputs: Inputs) -> Recipe | None:
         builds[AGAIN] = build._replace(constants=constants_of(flags, tiles, plan.pair, AGAIN), registers=0)
     run, *more = launchers(spec, slots, builds, device)
     again = more[0] if more else None
-    data = low._data(problem, inputs, slots)
+    data = low._data(inputs, slots)
     values: list[object] = [None] * len(FORWARD.arguments) + [None if torch.is_tensor(x) else x for x in data]
     values[AT["o_s"] : AT["scale"] + 1] = [
         *out_strides[:4], *lse_strides, s.batch, heads, max(problem.group, 1), s.seqlen_q, s.seqlen_k, plan.row_tiles,

@@ -348,11 +348,12 @@ def _optional(problem: Problem, inputs: Inputs) -> list[Tensor | None]:
     ]  # fmt: skip
 
 
-def _data(inputs: Inputs, slots: Slots, tiles: Tiles) -> list[object]:
+def _data(inputs: Inputs, slots: Slots, tiles: Tiles | None = None) -> list[object]:
+    """What the spec reads; tiles: where leaves come by descriptors, too."""
     device = max(inputs.q.get_device(), 0)
     made = tables(slots, inputs.leaves, device)
     data = fill(slots, inputs.leaves, inputs.ints, inputs.floats, made)
-    return [*data, *descriptors.of_leaves(slots, inputs.leaves, tiles)] if slots.described else data
+    return data if tiles is None else [*data, *descriptors.of_leaves(slots, inputs.leaves, tiles)]
 
 
 def _own_values(recipe: Recipe, inputs: Inputs, out: Tensor, lse: Tensor) -> list[object]:
