@@ -105,7 +105,7 @@ def abreast(steps: int, masked: bool, group: int) -> int:
     for each other, which is felt where walks of `steps` row tiles are short, and where a program walks all heads of a
     group; but the more there is to hold in the second-level cache."""
     if not masked:
-        return 4 if steps > 16 else 16
+        return 2 if steps > 128 else 4 if steps > 16 else 16
     if steps > 128 and group == 1:
         return 8
     return 16 if steps > 32 else 32 if steps > 8 else 64

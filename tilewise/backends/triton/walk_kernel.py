@@ -76,14 +76,15 @@ def absorb_run(
             k = k_desc.load([tensor_b, g, key0 + j0, 0]).reshape(BLOCK_N, D_PAD)
         else:
             k = load_tile(k_ptr, columns, k_n, k_d, size_d, inside, MASKED == "all", D_PAD, EVEN, STEP, UNIT)
-        j = columns[None, :]
-        k_pos = j + k_offset
         if ADDED and not CAREFUL:
             # Before the product is begun: it is read, and waited for, while the last tile's values are multiplied.
             # To -0.0 anything is added as it is.
             nothing = tl.full([BLOCK_M, BLOCK_N], -(2**31), tl.int32).to(tl.float32, bitcast=True)
-            added = score(nothing, i, j, q_pos, k_pos, b, h, g, data + (i0, j0))
+            added = score(
+                nothing, i, columns[None, :], q_pos, columns[None, :] + k_offset, b, h, g, data + (i0, j0))  # fmt: skip
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        j = columns[None, :]
+        k_pos = j + k_offset
         if ADDED and not CAREFUL:
             s = tl.fma(s, scale, added)
         else:
