@@ -105,7 +105,7 @@ class Forward:
         of_the_call = len(block.alive)
         self._tasks, self._splits = launch.lay_out(block, problem, inputs, found, decode)
         self._turn_tasks, self._turned_bytes = block.turn_tasks, block.turned_bytes
-        self._turn = launch.kernel(isa, "turn", dtype) if block.turn_tasks else 0
+        self._turn = launch.kernel(isa, launch.turner(isa, dtype), dtype) if block.turn_tasks else 0
         # Copies of the block hold addresses of these; the call's tensors stay with the caller.
         self._tables = block.alive[of_the_call:]
         dense = problem.options.layout == "dense"
