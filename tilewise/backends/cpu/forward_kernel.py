@@ -6,7 +6,8 @@ one chunk of the keys. Loop order: keys inner; (m, l, acc) stay in the thread's 
     score tile -> fold terms and, on PARTIAL tiles, the mask -> absorb
 
 Memory of a thread: acc and q transposed, (D + D_v) x 64 float32, a score tile of `key_block` x 64 and its weights;
-2-byte types add a float32 copy of the block's keys and values. Everything stays in the second-level cache.
+2-byte types add a float32 copy of the block's keys and values, unless all were widened before. Everything stays in the
+second-level cache.
 
 Source: Dao et al., FlashAttention-2, 2023, algorithm 1, https://arxiv.org/abs/2307.08691; with transposed
 tiles, so that the softmax needs no horizontal reduction.
@@ -26,6 +27,7 @@ from tilewise.backends.cpu.page_rows import build_gather, build_sources
 from tilewise.backends.cpu.pair_forward import build_pair_attend
 from tilewise.backends.cpu.pairs import Pairs
 from tilewise.backends.cpu.parameters import LANES, SEGMENT, P
+from tilewise.backends.cpu.widen_kernel import widened_rows
 
 if TYPE_CHECKING:
     from tilewise.backends.cpu.isa import Isa
@@ -152,14 +154,15 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
         if drops:
             drop(a, w, seg, s, j, keys, strips)
         dim_v, v_row = load_i64(a, P.head_dim_v), v[1]
+        copied = load_i64(a, P.copied) != 0 and load_i64(a, P.turned_v) == 0
         at, v_bytes = v[0] + j * v_row, dim_v * 4 + LINE
         if paged:
             gather(v, (j, end), keys, dim_v, spare, v_bytes, listed)
-        elif load_i64(a, P.copied):
+        elif copied:
             widen(at, v_row, keys, dim_v, spare, v_bytes)
-        if paged or load_i64(a, P.copied):
+        if paged or copied:
             at, v_row = spare, v_bytes
-        ahead = 0 if paged or load_i64(a, P.copied) else keys * v_row
+        ahead = 0 if paged or copied else keys * v_row
         weighted(at, v_row, p, p_row, p_strip, keys, acc, w + LANES.alpha, dim_v, strips, ahead)
 
     @njit(**JIT)
@@ -175,6 +178,10 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
         close = listed + 8 * block + 256
         spec = load_i64(a, P.spec)
         k, v = sources(a, seg, heads)
+        ready = half and not paged and load_i64(a, P.turned_v) != 0
+        if ready:
+            rows_k, row_k, rows_v, row_v = widened_rows(a, seg, heads)
+            k, v = (rows_k, row_k) + k[2:], (rows_v, row_v) + v[2:]
         used = strips * STRIP
         if strips * 2 > BLOCK_ROWS // STRIP:
             fill(acc, dim_v * BLOCK_ROWS, f32(0.0))
@@ -190,12 +197,12 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
                 at, row = k[0] + j * k[1], k[1]
                 if paged:
                     gather(k, (j, keys[1]), n, dim, spare, dim * 4, listed)
-                elif half:
+                elif half and not ready:
                     widen(at, row, n, dim, spare, dim * 4)
-                if paged or half:
+                if paged or (half and not ready):
                     at, row = spare, dim * 4
                 fill(w + LANES.top, used, f32(-math.inf))
-                ahead = 0 if paged or half else n * row
+                ahead = 0 if paged or (half and not ready) else n * row
                 scores(at, row, qt, dim, s, w + LANES.top, n, strips, ahead)
                 fold = load_i64(a, P.fold_full) if kind == FULL else load_i64(a, P.fold_partial)
                 if fold:

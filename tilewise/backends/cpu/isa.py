@@ -57,7 +57,7 @@ _KNOWN = {
     "haswell": _V3, "x86-64-v3": _V3, "znver3": _V3,
     "skylake-avx512": _V4, "x86-64-v4": _V4,
     "sapphirerapids": _V4 | dict.fromkeys(("avx512bf16", "amx-tile", "amx-bf16"), True),
-    "znver4": _V4 | {"avx512bf16": True},
+    "znver4": _V4 | {"avx512bf16": True}, "znver5": _V4 | {"avx512bf16": True},
     "cortex-a76": {"neon": True, "fullfp16": True},
 }  # fmt: skip
 

@@ -60,6 +60,10 @@ FAR = {16: 4096}
 heads, 1 to 2 % at one of a head in one piece (measured with AVX2). A first-level cache of 12 ways and not 8 holds what
 one product reads of rows half as far apart: with AVX-512 copies of rows 512 to 2048 bytes apart took 5 to 7 % of the
 speed, and won 2 to 5 % at 4096 and 8192 (measured on Zen 5)."""
+LEAST_READERS = 16
+"""Blocks of rows from which k and v are widened once, before the pass, and not by each: float16 at N 4096 1.04 to 1.06
+times the speed, at 1024 1.02 to 1.03, under a causal mask there 0.97 to 1.01, at 512 0.95 to 0.99 (measured on Zen 5).
+"""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -165,16 +169,22 @@ def kernel(isa: Isa, name: str, dtype: str, paged: bool = False) -> int:
         from tilewise.backends.cpu.decode_kernel import build_decode
         from tilewise.backends.cpu.forward_kernel import build_forward
         from tilewise.backends.cpu.pair_forward import build_turn
+        from tilewise.backends.cpu.widen_kernel import build_widen
 
         build = {
             "forward": build_forward, "decode": build_decode, "combine": build_combine, "turn": build_turn,
-            "backward": back.build_backward, "finish": back.build_finish, "append": build_append,
+            "widen": build_widen, "backward": back.build_backward, "finish": back.build_finish, "append": build_append,
         }  # fmt: skip
         worker = build_forward(isa, dtype, True) if paged else build[name](isa, dtype)
         return machine_code.numba_text(isa, worker)
 
     full = f"{name} {dtype} paged" if paged else f"{name} {dtype}"
     return machine_code.load(isa, full, (machine_code.ENTRY,), make)[machine_code.ENTRY]
+
+
+def turner(isa: Isa, dtype: str) -> str:
+    """The worker that brings keys into shape before the pass: see `turned_bytes`."""
+    return "turn" if uses_pairs(isa, dtype) else "widen"
 
 
 def copies(problem: Problem, inputs: Inputs) -> bool:
@@ -253,11 +263,23 @@ def lay_out(
     block.set(P.packed, int(packed))
     # What is turned begins at the sequence's first key.
     padded = any(piece.first for piece in found)
-    if not decode and uses_pairs(detect(), NAMES[problem.dtype]) and not in_pages(found) and not padded:
+    if not decode and problem.dtype != torch.float32 and not in_pages(found) and not padded:
         rows = max((piece.rows for piece in found), default=0) * (problem.group if packed else 1)
-        block.turned_bytes = pair_launch.turned_bytes(problem, bool(packed), groups, -(-rows // BLOCK_ROWS))
+        block.turned_bytes = turned_bytes(problem, bool(packed), groups, -(-rows // BLOCK_ROWS))
         block.turn_tasks = groups if block.turned_bytes else 0
     return tasks, most
+
+
+def turned_bytes(problem: Problem, packed: bool, groups: int, blocks: int) -> int:
+    """Bytes of keys brought once into the shape that products want, where enough of `blocks` blocks of rows read each:
+    v turned for products of pairs, k and v in float32 for others of 2-byte types; else 0."""
+    if uses_pairs(detect(), NAMES[problem.dtype]):
+        return pair_launch.turned_bytes(problem, packed, groups, blocks)
+    users = blocks if packed else blocks * max(problem.group, 1)
+    if users < LEAST_READERS:
+        return 0
+    s = problem.shape
+    return groups * pair_launch.GROUP * s.num_heads_kv * (4 * (s.head_dim + s.head_dim_v) + LINE)
 
 
 def packs_rows(problem: Problem, decode: bool) -> bool:
@@ -348,9 +370,10 @@ def plan(problem: Problem) -> Schedule:
     processor = f"{isa.cpu}: {isa.lanes} float32 per vector"
     if uses_pairs(isa, NAMES.get(problem.dtype, "")) and not decode and not problem.options.block_table:
         processor += f", bf16 by {WAYS[isa.pairs]}"
+    if problem.dtype != torch.float32 and not decode and not problem.options.block_table:
         groups = -(-s.seqlen_k // pair_launch.GROUP) * max(s.batch, 1)
         blocks = -(-s.seqlen_q * (problem.group if packs(problem) else 1) // BLOCK_ROWS)
-        workspace += pair_launch.turned_bytes(problem, packs(problem), groups, blocks)
+        workspace += turned_bytes(problem, packs(problem), groups, blocks)
     notes = (
         processor,
         f"threads: {pool.pool_name()}",

@@ -40,8 +40,9 @@ _said: list[str] = []
 _EMITTERS = ("isa", "parameters", "words", "micro", "dropout")
 _PAIRS = ("pairs", "pair_launch", "pair_loops", "pair_forward")
 SOURCES = {
-    "forward": (*_EMITTERS, *_PAIRS, "loops", "page_rows", "forward_kernel"),
+    "forward": (*_EMITTERS, *_PAIRS, "loops", "page_rows", "widen_kernel", "forward_kernel"),
     "turn": (*_EMITTERS, *_PAIRS, "loops"),
+    "widen": (*_EMITTERS, "pair_launch", "loops", "widen_kernel"),
     "append": (*_EMITTERS, "loops", "append_kernel"),
     "combine": (*_EMITTERS, "loops", "row_micro", "combine_kernel"),
     "decode": (*_EMITTERS, "loops", "row_micro", "page_rows", "forward_kernel", "decode_kernel"),

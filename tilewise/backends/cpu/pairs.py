@@ -123,7 +123,7 @@ class Pairs:
         if self.isa.pairs == "amx":
             return self._tiles(added, foresee)
         tall = 12 if self.lanes == 16 else 4
-        main, rest = self._dots(tall, added), self._dots(GROUP % tall or tall, added)
+        main, rest = self._dots(tall, added, foresee), self._dots(GROUP % tall or tall, added, foresee)
         wide, left = 2 * self.step, GROUP - GROUP % tall
 
         @njit(nogil=True, error_model="numpy", inline="never")
@@ -131,10 +131,16 @@ class Pairs:
             for at in range(0, GROUP * 4, wide):
                 r = 0
                 while r < left:
-                    main(a + r * a_row, a_row, a_step, bb + at, b_row, steps, c + r * c_row + at, c_row)
+                    later = ahead + r // 2 * a_row
+                    main(
+                        a + r * a_row, a_row, a_step, bb + at, b_row, steps, c + r * c_row + at, c_row, later
+                    )
                     r += tall
                 if r < GROUP:
-                    rest(a + r * a_row, a_row, a_step, bb + at, b_row, steps, c + r * c_row + at, c_row)
+                    later = ahead + r // 2 * a_row
+                    rest(
+                        a + r * a_row, a_row, a_step, bb + at, b_row, steps, c + r * c_row + at, c_row, later
+                    )
 
         return block
 
@@ -185,10 +191,10 @@ class Pairs:
         name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}"
         return w.call(name, w.f, total, w.b.bitcast(x, pairs), w.b.bitcast(y, pairs))
 
-    def _dots(self, rows: int, added: bool) -> Any:
-        """`rows` rows and two vectors of lanes of a product."""
+    def _dots(self, rows: int, added: bool, foresee: bool) -> Any:
+        """`rows` rows and two vectors of lanes of a product; half as many rows of an A that comes later asked for."""
 
-        def body(b, a, a_row, a_step, bb, b_row, steps, c, c_row):
+        def body(b, a, a_row, a_step, bb, b_row, steps, c, c_row, ahead):
             w = self.words(b)
             cells = [[cgutils.alloca_once(b, w.f) for _ in range(2)] for _ in range(rows)]
             for r, row in enumerate(cells):
@@ -198,6 +204,9 @@ class Pairs:
             with cgutils.for_range(b, steps, intp=I64) as step:
                 first_a = b.add(a, b.mul(step.index, a_step))
                 first_b = b.add(bb, b.mul(b.mul(step.index, I64(16)), b_row))
+                later = b.add(ahead, b.mul(step.index, a_step))
+                for r in range(rows // 2 if foresee else 0):
+                    w.prefetch(later, b.mul(a_row, I64(r)))
                 with cgutils.for_range(b, I64(16), intp=I64) as loop:
                     from_b = b.add(first_b, b.mul(loop.index, b_row))
                     from_a = b.add(first_a, b.shl(loop.index, I64(2)))
@@ -210,7 +219,7 @@ class Pairs:
                 for v, cell in enumerate(row):
                     w.store(b.load(cell), c, b.add(b.mul(c_row, I64(r)), I64(v * self.step)))
 
-        return _emit(_void(8), body, "a, a_row, a_step, bb, b_row, steps, c, c_row")
+        return _emit(_void(9), body, "a, a_row, a_step, bb, b_row, steps, c, c_row, ahead")
 
     # ---- layouts ---------------------------------------------------------------------------------------------
 

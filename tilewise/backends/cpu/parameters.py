@@ -35,8 +35,9 @@ P = _slots(
     "classify fold_full fold_partial slopes_full slopes_partial spec count",
 )
 """A call. classify, fold_*, slopes_*: addresses of the spec's code, 0 where the spec has none. turned_v: v turned
-for products of pairs, 0 where each block is turned when it is met. block_rows: rows of a task of the forward pass;
-dq_rows: rows of a block of dq. together: KV heads of a task of decode. count: of the slots."""
+for products of pairs, or k and v in float32; 0 where each block is brought into shape when it is met. block_rows: rows
+of a task of the forward pass; dq_rows: rows of a block of dq. together: KV heads of a task of decode. count: of the
+slots."""
 
 SEGMENT = _slots(
     "SEGMENT",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from tilewise import memory
 from tilewise.backends.cpu import launch, pool
 from tilewise.backends.cpu.isa import detect, uses_pairs
 from tilewise.backends.cpu.parameter_block import Block, readable, strides_of
@@ -40,12 +41,25 @@ _SEGMENTS, _NUM_SEGMENTS = P.segments, P.num_segments
 _TASK, _THREAD, _FLAG, _SCRATCH, _NUM_TASKS = P.task, P.thread, P.flag, P.scratch, P.num_tasks
 _free_scratch: dict[int, list[tuple[Tensor, int]]] = {}
 """(memory, its first whole line) by size in bytes. What a run takes is its own until it puts it back."""
+KEPT_KEYS = 1 << 24
+_free_keys: list[Tensor] = []
+"""At most one piece of memory, of at most KEPT_KEYS bytes, for keys that are brought into shape before a pass. New
+memory is met page by page, which can take longer than what was to be saved."""
 
 
 def _new_scratch(size: int) -> tuple[Tensor, int]:
     # No reader of what is here before it is written: the kernels fill what they add to.
     memory = torch.empty(size + 64, dtype=torch.uint8, device="cpu")
     return memory, (memory.data_ptr() + 63) & -64
+
+
+def _room(size: int) -> Tensor:
+    """Memory for keys: what is kept if it is large enough, else new."""
+    try:
+        kept = _free_keys.pop()
+    except IndexError:
+        kept = None
+    return kept if kept is not None and kept.numel() >= size else memory.empty((size,), torch.uint8)
 
 
 class _Block(Block):
@@ -105,7 +119,7 @@ class Forward:
         of_the_call = len(block.alive)
         self._tasks, self._splits = launch.lay_out(block, problem, inputs, found, decode)
         self._turn_tasks, self._turned_bytes = block.turn_tasks, block.turned_bytes
-        self._turn = launch.kernel(isa, "turn", dtype) if block.turn_tasks else 0
+        self._turn = launch.kernel(isa, launch.turner(isa, dtype), dtype) if block.turn_tasks else 0
         # Copies of the block hold addresses of these; the call's tensors stay with the caller.
         self._tables = block.alive[of_the_call:]
         dense = problem.options.layout == "dense"
@@ -196,7 +210,7 @@ class Forward:
         values[_FLAG] = 0
         if self._turn_tasks:
             # 64 bytes are one line of the cache and one row of a tile.
-            turned = torch.empty(self._turned_bytes + 64, dtype=torch.uint8, device="cpu")
+            turned = _room(self._turned_bytes + 64)
             values[P.turned_v] = (turned.data_ptr() + 63) & -64
             block.run(self._turn, self._turn_tasks, threads)
         if splits > 1:
@@ -204,6 +218,8 @@ class Forward:
         else:
             block.run(self._forward, tasks, threads)
         finite = values[_FLAG] == 0
+        if self._turn_tasks and turned.numel() <= KEPT_KEYS and not _free_keys:
+            _free_keys.append(turned)
         if self._keeps_scratch:
             free.append(scratch)
         self._free.append(block)
