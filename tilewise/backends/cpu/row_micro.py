@@ -195,7 +195,8 @@ class RowMicro(Micro):
                 later = b.add(asked, b.mul(first, I64(8)))
                 ahead = Ahead(self, w, (later, asked_off, lines), I64(together), ASKED)
                 if not self.spread:
-                    ahead.finish()
+                    for n in range(together):
+                        self.ask(b, b.add(w.load(later, 8 * n, I64), asked_off), lines)
                 source = [b.add(w.load(table, 8 * n, I64), k_off) for n in range(together)]
                 sums = self._sums(w, together * rows)
                 for at, place, count, _ in self._chunks(b, dim, self._pieces(unrolled)):
