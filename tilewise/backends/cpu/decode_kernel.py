@@ -19,8 +19,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from numba import njit, types
+from numba import njit
 
+from tilewise.backends.cpu.dot_rows import build_rows
 from tilewise.backends.cpu.forward_kernel import build_close
 from tilewise.backends.cpu.isa import LINE, STRIP
 from tilewise.backends.cpu.loops import EMPTY, FULL, JIT, Loops, build_loops, call_fold, f32, kernel
@@ -32,9 +33,11 @@ from tilewise.backends.cpu.row_micro import ROWS, RowMicro
 if TYPE_CHECKING:
     from tilewise.backends.cpu.isa import Isa
 
-AHEAD = 4096
-"""Bytes of k and of v asked for in advance, of v those of a span at least: its rows are met one column after another,
-so that those asked for later come too late (spans of 8 and 16 KiB, 4 KiB ahead, took up to 1.2 times as long)."""
+AHEAD = {16: 8192}
+"""Bytes of k and of v asked for in advance, by lanes, 4096 for others: a core of Zen 5 reads 40 GB/s, and waits for
+what is asked for 4 KiB ahead (0.87 of the speed). Of v those of a span at least: its rows are met one column after
+another, so that those asked for later come too late (spans of 8 and 16 KiB, 4 KiB ahead, took up to 1.2 times as
+long)."""
 POSITION = LANES.numbers + 192
 """Where a head's scratch holds the next key that it meets."""
 CLOSE, FEW = 4 * STRIP, 4 * ROWS
@@ -69,7 +72,7 @@ def build_parts(isa: Isa, micro: RowMicro) -> tuple[Any, Any, Any, Any]:
         is added to them)."""
         q, _, s, q_row, _ = tiles
         dim = load_i64(a, P.head_dim)
-        lines = (dim * size + LINE - 1) // LINE
+        lines, scale = (dim * size + LINE - 1) // LINE, load_f32(a, 2 * P.scale)
         # Rows of k that several groups of rows of q meet stay in the first-level cache between them.
         step = n if rows <= ROWS else SCORED
         for j in range(0, n, step):
@@ -79,9 +82,9 @@ def build_parts(isa: Isa, micro: RowMicro) -> tuple[Any, Any, Any, Any]:
                 from_q, to_s = q + r * q_row, to + r * 4
                 # Where one row is left, three quarters of a step would be idle.
                 if rows - r == 1:
-                    scores_1(at, source[1], part, from_q, q_row, dim, to_s, s_row, ask, asked[1], more)
+                    scores_1(at, source[1], part, from_q, q_row, dim, to_s, s_row, ask, asked[1], more, scale)
                 else:
-                    scores_4(at, source[1], part, from_q, q_row, dim, to_s, s_row, ask, asked[1], more)
+                    scores_4(at, source[1], part, from_q, q_row, dim, to_s, s_row, ask, asked[1], more, scale)
 
     @njit(**JIT)
     def weigh(w, s, s_row, p_row, n, rows, topped):
@@ -132,12 +135,17 @@ def build_parts(isa: Isa, micro: RowMicro) -> tuple[Any, Any, Any, Any]:
 @kernel
 def build_absorb(isa: Isa, micro: RowMicro, loops: Loops) -> tuple[Any, Any]:
     """absorb(...): one block of keys into (m, l, acc) of the rows of a head; absorb_heads(...): of several heads."""
-    size, drop = micro.size, loops.drop
+    size, drop, far = micro.size, loops.drop, AHEAD.get(isa.lanes, 4096)
     score, weigh, add, span_of = build_parts(isa, micro)
 
     @njit(**JIT)
     def rows_ahead(row):
-        return max(1, min(AHEAD // row, MOST_AHEAD))
+        return max(1, min(far // row, MOST_AHEAD))
+
+    @njit(**JIT)
+    def heads_ahead(each, together):
+        """Heads between the rows that are met and those that are asked for, `each` bytes of every one."""
+        return min(max(far // max(each, 1), 1), together)
 
     @njit(**JIT)
     def hidden(s, key, rows):
@@ -186,14 +194,16 @@ def build_absorb(isa: Isa, micro: RowMicro, loops: Loops) -> tuple[Any, Any]:
         together, each, s_each, chunk = heads
         k, v = sources
         s_row = FEW if rows <= ROWS else CLOSE
+        # Beside the rows of a head those of a later one are asked for, in the end of the next keys.
+        later = heads_ahead(load_i64(a, P.head_dim) * size * chunk, together)
+        later_v = heads_ahead(load_i64(a, P.head_dim_v) * size * chunk, together)
         k_h, v_h = load_i64(a, P.k_h), load_i64(a, P.v_h)
         for c in range(0, n, chunk):
             end = min(c + chunk, n)
             for t in range(together):
                 at = (q + t * each, acc, s + t * s_each + c * s_row, q_row, acc_row)
-                # Beside the rows of a head those of the next one are asked for, in the end the next keys'.
-                last = t + 1 == together
-                beside = (k + (end if last else c) * 8, types.int64(0) if last else (t + 1) * k_h)
+                wraps = t + later >= together
+                beside = (k + (end if wraps else c) * 8, (t + later - (together if wraps else 0)) * k_h)
                 score(a, at, s_row, (k + c * 8, t * k_h), beside, end - c, rows)
         for t in range(together):
             weigh(w + t * each, s + t * s_each, s_row, s_row, n, rows, False)
@@ -201,8 +211,8 @@ def build_absorb(isa: Isa, micro: RowMicro, loops: Loops) -> tuple[Any, Any]:
             end = min(c + chunk, n)
             for t in range(together):
                 at = (q, acc + t * each, s, q_row, acc_row)
-                last = t + 1 == together
-                more, offset = v + (end if last else c) * 8, types.int64(0) if last else (t + 1) * v_h
+                wraps = t + later_v >= together
+                more, offset = v + (end if wraps else c) * 8, (t + later_v - (together if wraps else 0)) * v_h
                 weights, source = s + t * s_each + c * s_row, (v + c * 8, t * v_h)
                 add(a, w + t * each, at, weights, s_row, source, (more, offset), end - c, rows)
 
@@ -299,7 +309,7 @@ def build_window(isa: Isa, micro: RowMicro, loops: Loops) -> Any:
 @kernel
 def build_decode(isa: Isa, dtype: str) -> Any:
     """The worker for few rows of q: worker(parameters)."""
-    micro = RowMicro(isa, dtype)
+    micro = build_rows(isa, dtype)
     loops = build_loops(isa, micro)
     attend, close_rows = build_window(isa, micro, loops), build_close(isa, micro)
     segment_of, set_lanes, fill, pack_row = loops.segment_of, loops.set_lanes, loops.fill, micro.pack_row

@@ -43,10 +43,14 @@ asked for in time: with twice as many, 4096 keys of eight heads took 1 to 4 % lo
 CACHE_SPLIT = 2048
 """Most keys of a split of a cache: at a sixteenth of its capacity there are tasks for all threads still, and merging
 a part costs less than a hundredth of reading so many keys."""
-SHORT_RUN, MOST_TOGETHER = 1 << 10, 8
-"""Bytes of a head in one piece up to which heads go together, and the most heads of a task. Pages of one key of 256
-bytes take 0.69 to 0.75 of the time so; with pages of 16 and 64 keys nothing is won, and a tenth lost to changing heads
-(measured on Zen 3, at 4096 keys)."""
+SHORT_RUN, MOST_TOGETHER = {16: 1 << 15}, 8
+"""Bytes of a head in one piece up to which heads go together, by lanes, 1 KiB for others, and the most heads of a task.
+Pages of one key of 256 bytes take 0.69 to 0.75 of the time so; with pages of 16 and 64 keys nothing is won, and a tenth
+lost to changing heads (measured on Zen 3, at 4096 keys). On Zen 5 pages of 16 take 0.83 of the time, of 64 in bf16 0.83
+to 0.89, in fp32 0.96, and pages of 64 KiB a head 1.08."""
+FEWEST_EACH = {16: 2}
+"""Tasks of a thread that heads in one task must leave, by lanes, 4 for others: 4096 keys in fp32 take 0.92 of the time
+with 2 (Zen 5)."""
 LEAST_OF_PAIRS = 50_000
 """Multiply-adds that take as long as the smallest task on pairs: q, a group of keys and v are brought into whole tiles
 (2 us, measured on Emerald Rapids: eight heads of one row took 35 us on one thread)."""
@@ -121,13 +125,13 @@ def together(problem: Problem, inputs: Inputs) -> int:
         run = problem.page_size * row
     else:
         return 1
-    splits = splits_of(problem, Piece.whole(problem), True)[0]
+    splits, lanes = splits_of(problem, Piece.whole(problem), True)[0], detect().lanes
     tasks, found = max(s.batch, 1) * s.num_heads_kv * splits, 1
     while (
-        run <= SHORT_RUN
+        run <= SHORT_RUN.get(lanes, 1 << 10)
         and s.num_heads_kv % (2 * found) == 0
         and found < MOST_TOGETHER
-        and tasks >= 4 * found * pool.num_threads()
+        and tasks >= FEWEST_EACH.get(lanes, 4) * found * pool.num_threads()
     ):
         found *= 2
     return found
