@@ -256,6 +256,34 @@ def test_hidden_values_that_are_not_finite_never_matter() -> None:
     assert seen.nonzero().flatten().tolist() == list(range(3, 12))
 
 
+@pytest.mark.parametrize("rows", [3, 40, 130])  # by lanes over the head, less than a block, several blocks
+@pytest.mark.parametrize("what", ["k", "bias", "exp", "sink"])
+def test_every_nan_is_seen(what: str, rows: int) -> None:
+    """Whatever its bits: low ones of a NaN, added to an exponent, made a number of it."""
+    odd = torch.tensor([0x7FC00001, -0x3FFFFD, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    q, k, v = draw(1, 2, 2, rows, rows, 24, 24)
+    bias, sink, options = torch.zeros(rows, rows), torch.zeros(2), {}
+    for value in odd:
+        if what == "k":
+            k[:, :, 1, 5] = value
+        elif what == "sink":
+            sink[1], options = value, {"sink": sink}
+        else:
+            bias[rows - 1, 1] = value
+            added = tw.bias(bias[None, None]) if what == "bias" else tw.custom_score(_grown, bias)
+            options = {"scores": added}
+        found = []
+        for backend in ("cpu", "blockwise"):
+            inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+            out, lse = tw.attention(*inputs, mask=tw.causal(), backend=backend, return_lse=True, **options)
+            found.append([t.isnan() for t in (out, lse, *torch.autograd.grad(out.sum(), inputs))])
+        assert found[1][0].any() and all(map(torch.equal, *found))
+
+
+def _grown(s, q, k, x):
+    return s + tw.exp(x[q, k])
+
+
 @pytest.mark.parametrize("pool", ["openmp", "threads", "serial"])
 def test_every_pool(pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from tilewise.backends.cpu import pool as module

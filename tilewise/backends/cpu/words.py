@@ -30,6 +30,8 @@ LOG = (7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4
        2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1)  # fmt: skip
 ROUND = 12582912.0
 """1.5 * 2^23: adding it rounds a float32 to an integer, which stands in the low bits of the sum."""
+ROUND_POWER = ROUND + 127
+"""The same, and the low bits are the exponent of 2 to that integer."""
 
 
 def single(x: float) -> float:
@@ -119,7 +121,7 @@ class Words:
         return self.b.select(self.b.fcmp_ordered(">", x, running), x, running)
 
     def _power(self, x: ir.Value, degree: int) -> ir.Value:
-        """2^x for -126 <= x < 128, garbage outside (NaN for NaN)."""
+        """2^x for -126 <= x < 128, garbage outside and for NaN."""
         b = self.b
         rounded = b.fadd(x, self.k(ROUND))
         fraction = b.fsub(x, b.fsub(rounded, self.k(ROUND)))
@@ -127,30 +129,31 @@ class Words:
         return b.bitcast(b.add(b.bitcast(self.poly(fraction, EXP2[degree]), self.i), shift), self.f)
 
     def weight(self, x: ir.Value, degree: int = 6) -> ir.Value:
-        """e^x for a weight, x <= 0 but for rounding: below e^-87 it is 0. The product with log2(e) is not rounded."""
+        """e^x for a weight, x <= 0 but for rounding: below e^-87 it is 0. The product with log2(e) is not rounded.
+
+        A product makes it, since one with NaN is NaN: added to exponents, low bits that some NaN have hide it."""
         return self.weights([x], degree)[0]
 
     def weights(self, xs: list[ir.Value], degree: int = 6) -> list[ir.Value]:
         """`weight` of each, step by step of all: a processor looks no further ahead than about eight of them, which
         one after another are too few for what it could do at once."""
-        b, log2e, round_ = self.b, self.k(LOG2E), self.k(ROUND)
+        b, log2e, round_ = self.b, self.k(LOG2E), self.k(ROUND_POWER)
         rounded = [self.fma(x, log2e, round_) for x in xs]
         rest = [b.fsub(round_, r) for r in rounded]
         fractions = [self.fma(x, log2e, r) for x, r in zip(xs, rest, strict=True)]
         values = [self.k(EXP2[degree][0])] * len(xs)
         for c in EXP2[degree][1:]:
             values = [self.fma(v, f, self.k(c)) for v, f in zip(values, fractions, strict=True)]
-        shifts = [b.shl(b.bitcast(r, self.i), self.n(23)) for r in rounded]
-        bits = [b.add(b.bitcast(v, self.i), shift) for v, shift in zip(values, shifts, strict=True)]
-        # Chosen between integers: the addition then takes the choice in as its mask.
+        powers = [b.bitcast(b.shl(b.bitcast(r, self.i), self.n(23)), self.f) for r in rounded]
+        found = [b.fmul(v, power) for v, power in zip(values, powers, strict=True)]
         tiny = [b.fcmp_ordered("<", x, self.k(-87.0)) for x in xs]
-        return [b.bitcast(b.select(t, self.n(0), word), self.f) for t, word in zip(tiny, bits, strict=True)]
+        return [b.select(t, self.k(0.0), value) for t, value in zip(tiny, found, strict=True)]
 
     def exp2(self, x: ir.Value) -> ir.Value:
         """2^x for any x; below 2^-126 it is 0."""
-        big = self.b.select(
-            self.b.fcmp_ordered(">=", x, self.k(128.0)), self.k(float("inf")), self._power(x, 6)
-        )
+        # Of a NaN the sum is NaN, of another number infinity.
+        above = self.b.fadd(x, self.k(float("inf")))
+        big = self.b.select(self.b.fcmp_unordered(">=", x, self.k(128.0)), above, self._power(x, 6))
         return self.b.select(self.b.fcmp_ordered("<", x, self.k(-126.0)), self.k(0.0), big)
 
     def absolute(self, x: ir.Value) -> ir.Value:
