@@ -114,9 +114,11 @@ def compile_forward(
         present |= {"cu_q_ptr", "cu_k_ptr"}
     if constants["SINK"]:
         present |= {"sink_ptr"}
+    if constants.get("RANGES"):
+        present |= {"range_ptr"}
     if constants["CARE"] and pair in LATER:
         present |= {"again_ptr"}
-    tiles = default(pair, spec)
+    tiles = default(pair, spec, bool(constants["VARLEN"]))
     types = launch.kernel_types(
         dtype, tiles, pair, str(constants["STORE"]), int(str(constants["PACK"])), slots, leaves, frozenset(present),
         torch.float32 if constants["STORE"] == "rows" else dtype,

@@ -30,7 +30,7 @@ from tilewise.problem import Options, Problem, Shape  # noqa: E402
 pytestmark = pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) != (3, 6), reason="kernels are held to Triton 3.6"
 )
-WIDTH = 300
+WIDTH, HUGE = 300, 1000
 KINDS = {
     "plain": lambda: compile_forward((128, 128)),
     "terms": lambda: compile_forward((128, 128), tw.causal(), tw.softcap(30.0)),
@@ -45,6 +45,29 @@ KINDS = {
     "sink": lambda: compile_forward((64, 64), tw.window(100, 0), SINK=True),
     "again": lambda: compile_forward((256, 256), tw.causal(), again=True),
 }
+
+DOCUMENT = torch.zeros(1, 4096, dtype=torch.int32)
+PACKED = {"VARLEN": True, "GAPS": True, "CARE": True}
+RARE = {
+    "documents": lambda: compile_forward((128, 128), tw.causal() & tw.document(DOCUMENT), RANGES=True),
+    "wide documents": lambda: compile_forward((256, 256), tw.causal() & tw.document(DOCUMENT)),
+    "wide alibi": lambda: compile_forward((256, 256), tw.causal(), alibi_of(16)),
+    "uneven alibi": lambda: compile_forward((192, 128), tw.causal(), alibi_of(16)),
+    "wide packed": lambda: compile_forward((256, 256), **PACKED),
+    "wide packed window": lambda: compile_forward((256, 256), tw.causal() & tw.window(500, 0), **PACKED),
+    "uneven packed window": lambda: compile_forward((192, 128), tw.causal() & tw.window(500, 0), **PACKED),
+    "narrow packed window": lambda: compile_forward((64, 64), tw.window(500, 300), **PACKED),
+    "wide window to both sides": lambda: compile_forward((256, 256), tw.window(500, 300)),
+    "wide stripes": lambda: compile_forward((256, 256), tw.causal() & tw.custom(lambda q, k: (q - k) % HUGE < WIDTH)),
+    "narrow stripes": lambda: compile_forward((64, 64), tw.causal() & tw.custom(lambda q, k: (q - k) % HUGE < WIDTH)),
+    "narrow bounded": lambda: compile_forward((64, 64), tw.causal(), tw.softcap(30.0), FUSED=True, BOUNDED=True),
+    "wide softcap": lambda: compile_forward((256, 256), tw.causal(), tw.softcap(30.0), torch.float16, FUSED=True),
+}  # fmt: skip
+"""Kinds in which something was spilled once: why tiles differ by kind (`tiles.crowded`, `forward_place.lanes_of`)."""
+OFTEN = (
+    "documents", "wide alibi", "uneven alibi", "wide packed window", "narrow packed window", "narrow stripes",
+    "narrow bounded",
+)  # fmt: skip
 
 
 def _sound(facts) -> None:
@@ -65,6 +88,11 @@ def test_causal_kernels_keep_their_registers(pair):
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_calls_keep_their_registers(kind):
     _sound(KINDS[kind]())
+
+
+@pytest.mark.parametrize("kind", [k if k in OFTEN else pytest.param(k, marks=pytest.mark.slow) for k in RARE])
+def test_rare_kinds_keep_their_registers(kind):
+    _sound(RARE[kind]())
 
 
 def test_a_block_of_keys_costs_one_barrier_of_a_warpgroup():

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.backends.hopper.forward_finish import LOWEST, close_rows, store_rows
 from tilewise.backends.hopper.forward_place import line_of, lines_of, offset_of, place
-from tilewise.backends.hopper.forward_shared import LINES, fold, parts_of, seen_blocks
+from tilewise.backends.hopper.forward_shared import LINES, fold, marks_of, parts_of, seen_blocks
 from tilewise.backends.hopper.forward_state import raise_top, top_of, weigh
 from tilewise.backends.hopper.names import tma_load
 from tilewise.backends.hopper.rings import fetch, get, here, hidden, load_tile
@@ -67,8 +67,10 @@ def careful_block(
         s = warpgroup_mma(q2, k2.permute((1, 0)), s, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
     # 32 keys as a block of their own, of which no condition is FULL.
+    code = ((n // 32) << 10) | 144
+    marks = marks_of(code, 0, parts, rows, h, b, g, q_offset, k_offset, scale, data, 32, SL)
     s, rate, shift = fold(
-        s, ((n // 32) << 10) | 144, 0, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, True, FUSED,
+        s, code, 0, marks, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, True, FUSED,
         False, 32, SL)  # fmt: skip
     m, alpha = raise_top(m, top_of(s, rate, shift), 0.0, False)
     p = weigh(s, m, rate, shift)

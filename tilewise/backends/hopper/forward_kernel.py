@@ -33,17 +33,19 @@ from tilewise.backends.hopper.forward_loads import (
     tell_end,
     tiles_of,
 )
-from tilewise.backends.hopper.forward_place import (
-    BLOCKS,
-    RECORD,
-    line_of,
-    lines_of,
-    looked_at,
-    offset_of,
-    place,
+from tilewise.backends.hopper.forward_place import line_of, lines_of, looked_at, offset_of, place, unlooked
+from tilewise.backends.hopper.forward_shared import (
+    CROWDED,
+    LINES,
+    fold,
+    marks_of,
+    next_code,
+    parts_of,
+    seen_blocks,
+    weights_of,
 )
-from tilewise.backends.hopper.forward_shared import LINES, fold, next_code, parts_of, seen_blocks
 from tilewise.backends.hopper.forward_state import (
+    GROWTH,
     add_values,
     grow,
     held_rows,
@@ -51,9 +53,7 @@ from tilewise.backends.hopper.forward_state import (
     scores_of,
     settle,
     settle_all,
-    sums_of,
     top_of,
-    weigh,
     whole_sums,
 )
 from tilewise.backends.hopper.rings import (
@@ -68,10 +68,6 @@ from tilewise.backends.hopper.rings import (
     slots_of,
     write,
 )
-
-GROWTH = gl.constexpr(8.0)
-"""Powers of two by which a row's maximum may grow before the state is rescaled."""
-
 
 # ---- the producer --------------------------------------------------------------------------------------------
 
@@ -107,13 +103,12 @@ def load_one_tile(
         none = begin
         if RANGES:
             begin, end, top, codes = looked_at(
-                range_ptr + b * range_b + head * range_h + base // (64 * NWG) * RECORD, begin, end
+                range_ptr + b * range_b + head * range_h, base // (64 * NWG), begin, end
             )
         elif LINES:
             begin, end = seen_blocks(begin, end, b, head, base, n_q, q_pos, k_pos, group, data, NWG, BN, PACK)
         if not RANGES:
-            codes = gl.full([BLOCKS], -1, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-            top = end + BLOCKS
+            top, codes = unlooked(end)
         code = -1
         below = end
         fresh = True
@@ -210,6 +205,7 @@ def next_block(
     s = scores_of(q_of, q2_of, k_s, k_s2, st, BN, D0, D1, SL)
     mbarrier.wait(v_full.index(sv), phase)
     acc, acc2 = add_values(acc, acc2, weights, v_s, v_s2, sv, BN, E0, E1, PL, PL2)
+    marks = marks_of(code, w, parts, rows, h, b, g, q_offset, k_offset, scale, data, BN, SL)
     # All warps have read the code before the stage is given back: here, where they wait anyway.
     gl.thread_barrier()
     if ORDER < 0:
@@ -219,14 +215,15 @@ def next_block(
         s = warpgroup_mma_wait(AHEAD, deps=(s,))
     release(k_empty.index(st))
     s, rate, shift = fold(
-        s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, False, FUSED, BOUNDED, BN,
+        s, code, w, marks, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, False, FUSED, BOUNDED, BN,
         SL)  # fmt: skip
     alpha = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, SL))
     if not BOUNDED:
         m, alpha = raise_top(m, top_of(s, rate, shift), GROWTH, LAZY)
+    RL: gl.constexpr = gl.SliceLayout(1, SL)
     if ORDER == 5:
-        p = s if BOUNDED else weigh(s, m, rate, shift)
-        l = grow(l, alpha, p, APART, BN)  # noqa: E741
+        p, sums = weights_of(s, m, rate, shift, BOUNDED, APART, BN, RL, k_s.dtype)
+        l = grow(l, alpha, sums, APART)  # noqa: E741
     if ORDER > 0:
         ahead = it + 1
         mbarrier.wait(k_full.index(ahead % ST), (ahead // ST) & 1, pred=(code & 1) == 0)
@@ -238,9 +235,9 @@ def next_block(
             acc2 = rescale(acc2, gl.convert_layout(alpha, gl.SliceLayout(1, OL2)), LAZY, E1 // 2)
         acc = rescale(acc, gl.convert_layout(alpha, gl.SliceLayout(1, OL)), LAZY, E0 // 2)
     if ORDER != 5:
-        p = s if BOUNDED else weigh(s, m, rate, shift)
-        l = grow(l, alpha, p, APART, BN)  # noqa: E741
-    return it, code, m, l, acc, acc2, p.to(weights.dtype)
+        p, sums = weights_of(s, m, rate, shift, BOUNDED, APART, BN, RL, k_s.dtype)
+        l = grow(l, alpha, sums, APART)  # noqa: E741
+    return it, code, m, l, acc, acc2, p
 
 
 @gluon.jit
@@ -274,7 +271,9 @@ def one_tile(
         n_q, n_k = get(tile_s, at + 6), get(tile_s, at + 7)
     q_offset = offset_of(q_offset0, q_offset_ptr, b, n_k - n_q, Q_OFFSET)
     k_offset = offset_of(k_offset0, k_offset_ptr, b, 0, K_OFFSET)
-    rows, h_rows = lines_of(head, base, w, PACK, RL)
+    # Where accumulators leave few registers, nothing of a thread's rows is kept from tile to tile.
+    AFRESH: gl.constexpr = (E0 == 256 and (VARLEN or CROWDED)) or (E0 == 64 and CROWDED)
+    rows, h_rows = lines_of(head, base, w, PACK, RL, AFRESH)
     h = h_rows[:, None] if PACK > 1 else head
     parts = parts_of(rows, q_offset, b, h, g, scale, data)
 
@@ -284,6 +283,7 @@ def one_tile(
     it, code = first_seen(it, w, code_s, k_full, k_empty, v_full, v_empty, ST)
     st = it % ST
     s = scores_of(q_of, q2_of, k_s, k_s2, st, BN, D0, D1, SL)
+    marks = marks_of(code, w, parts, rows, h, b, g, q_offset, k_offset, scale, data, BN, SL)
     gl.thread_barrier()
     s = warpgroup_mma_wait(0, deps=(s,))
     release(k_empty.index(st))
@@ -291,16 +291,14 @@ def one_tile(
         # Products have q in registers: loads of all warps are over, which a barrier alone does not wait for.
         release(q_empty.index(w))
     s, rate, shift = fold(
-        s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, True, FUSED, BOUNDED, BN,
+        s, code, w, marks, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, True, FUSED, BOUNDED, BN,
         SL)  # fmt: skip
     if BOUNDED:
         m = shift
     else:
         # A finite maximum, so that -inf minus it is -inf in rows that see nothing.
         m = gl.maximum(top_of(s, rate, shift), LOWEST)
-    p = s if BOUNDED else weigh(s, m, rate, shift)
-    l = sums_of(p, APART, BN)  # noqa: E741
-    weights = p.to(dt)
+    weights, l = weights_of(s, m, rate, shift, BOUNDED, APART, BN, RL, dt)  # noqa: E741
     acc = gl.full([64, E0], 0.0, gl.float32, OL)
     acc2 = gl.full([64, E1 if E1 > 0 else 16], 0.0, gl.float32, OL2)
     if ORDER > 0:
@@ -325,7 +323,7 @@ def one_tile(
         row0, n_q = get(tile_s, at + 5), get(tile_s, at + 6)
     if not CARE:
         give_back(tile_empty.index(slot))
-    rows, h_rows = lines_of(head, base, w, PACK, RL)
+    rows, h_rows = lines_of(head, base, w, PACK, RL, AFRESH)
     alive = rows < n_q
     lse, inverse = close_rows(m, whole_sums(l, APART, RL), h_rows, alive, sink_ptr, SINK)
     tb = 0 if VARLEN else b
@@ -337,8 +335,9 @@ def one_tile(
     release(v_empty.index(sv))
     broken = write_out(
         o_desc, o_desc2, o_s.index(w), o_s2.index(w), out_ptr, (o_s0, o_b, o_h, o_n),
-        (split, tb, row0, n_q, first, head, g, group), acc, acc2, inverse, rows, h_rows, size_dv, broken_s.index(w),
-        not SHARED_OUT, CARE, STORE, VARLEN, PACK, E0, E1, OL, OL2)  # fmt: skip
+        (split, tb, row0, n_q, first, head, g, group), acc, acc2, inverse, rows, h_rows, size_dv,
+        broken_s.index(here(w) if AFRESH else w), not SHARED_OUT, CARE, STORE, VARLEN, PACK, E0, E1, OL,
+        OL2)  # fmt: skip
     if CARE:
         if broken != 0:
             about = (get(tile_s, at), get(tile_s, at + 1), get(tile_s, at + 3), get(tile_s, at + 4))

@@ -85,13 +85,20 @@ def line_of(base, w):
 
 
 @gluon.jit
-def looked_at(at, begin, end):
-    """(begin, end, top, codes): blocks begin .. end - 1 narrowed to those that a record names, and the codes of the 32
+def looked_at(records, n, begin, end):
+    """(begin, end, top, codes): blocks begin .. end - 1 narrowed to those that record n names, and the codes of the 32
     below `top`."""
+    at = records + n * RECORD
     low, top = gl.load(at), gl.load(at + 1)
     codes = gl.load(at + CODES + gl.arange(0, BLOCKS, layout=gl.BlockedLayout([1], [32], [1], [0])))
     begin = gl.maximum(begin, low)
     return begin, gl.minimum(end, top), top, gl.where((codes >> 10) >= begin, codes, -1)
+
+
+@gluon.jit
+def unlooked(end):
+    """(top, codes) where nothing was looked at before `end`."""
+    return end + BLOCKS, gl.full([BLOCKS], -1, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
 
 
 @gluon.jit
@@ -116,9 +123,22 @@ def heads_of(head, group, PACK: gl.constexpr):
 
 
 @gluon.jit
-def lines_of(head, base, w, PACK: gl.constexpr, RL: gl.constexpr):
+def lanes_of(RL: gl.constexpr, AFRESH: gl.constexpr):
+    """0 .. 63, of a warpgroup's lines. AFRESH: from a thread's number in its warp, which is read where it stands."""
+    lanes = gl.arange(0, 64, layout=RL)
+    if AFRESH:
+        return gl.inline_asm_elementwise(
+            "{ .reg .b32 t; mov.u32 t, %laneid; shr.u32 t, t, 2; add.s32 $0, $2, t; add.s32 $1, $0, 8; }",
+            "=r,=r,r,r", [lanes & 48], dtype=gl.int32, is_pure=False, pack=2,
+        )  # fmt: skip
+    else:
+        return lanes
+
+
+@gluon.jit
+def lines_of(head, base, w, PACK: gl.constexpr, RL: gl.constexpr, AFRESH: gl.constexpr = False):
     """Rows of a warpgroup's lines, and their heads."""
-    line = line_of(base, w) + gl.arange(0, 64, layout=RL)
+    line = line_of(base, w) + lanes_of(RL, AFRESH)
     if PACK > 1:
         return line // PACK, head * PACK + line % PACK
     else:

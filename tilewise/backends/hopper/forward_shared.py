@@ -5,11 +5,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilewise.backends.hopper.forward_place import BLOCKS, heads_of, line_of
+from tilewise.backends.hopper.forward_state import sums_of, weigh, whole_sums
 from tilewise.backends.hopper.plain import (
     BELOW,
     LINES,
     OTHER,
+    PAIRED,
     REST,
+    SIMPLE,
     STRIPES,
     kinds,
     limits,
@@ -20,7 +23,11 @@ from tilewise.backends.hopper.plain import (
     stripes,
 )
 from tilewise.backends.hopper.rings import here, hidden
-from tilewise.backends.hopper.stripes import cut, stripe  # noqa: F401 - the second one by what is printed
+from tilewise.backends.hopper.stripes import cut, hide, stripe  # noqa: F401 - the last one by what is printed
+from tilewise.backends.hopper.words import capped_weights
+
+CROWDED = gl.constexpr(not SIMPLE)
+"""Whether folds want many registers."""
 
 
 @gluon.jit
@@ -81,23 +88,74 @@ def parts_of(rows, q_offset, b, h, g, scale, data):
 
 
 @gluon.jit
-def fold(s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data,
+def marks_of(
+    code, w, parts, rows, h, b, g, q_offset, k_offset, scale, data, BN: gl.constexpr, SL: gl.constexpr
+):
+    """For each row a bit for each of the thread's columns that stripes leave, where a block needs them.
+
+    Made while products are waited for.
+    """
+    marks = gl.full([64], -1, gl.int32, gl.SliceLayout(1, SL))
+    if STRIPES:
+        if ((code >> (7 + w)) & 1) != 0:
+            j0 = (code >> 10) * BN
+            j = (j0 + gl.arange(0, BN, layout=gl.SliceLayout(0, SL)))[None, :]
+            i = here(rows)[:, None]
+            left = stripes(
+                marks[:, None],
+                parts,
+                i,
+                j,
+                i + q_offset,
+                j + k_offset,
+                j0,
+                j0 + k_offset,
+                b,
+                h,
+                g,
+                scale,
+                data,
+            )
+            marks = gl.max(left, 1)
+    return marks
+
+
+@gluon.jit
+def fold(s, code, w, marks, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data,
          FIRST: gl.constexpr, FUSED: gl.constexpr, BOUNDED: gl.constexpr, BN: gl.constexpr,
          SL: gl.constexpr):  # fmt: skip
     """(u, rate, shift) of a tile of products: u * rate + shift is its score in powers of two, -inf where hidden.
 
-    BOUNDED: u is 2^(score - shift), 0 where hidden.
+    marks: of its rows, see `marks_of`. BOUNDED: u is 2^(score - shift), 0 where hidden. If PAIRED, it is (that, its
+    sums over the columns of each of a row's threads).
     """
+    POWERS: gl.constexpr = BOUNDED * (1 + PAIRED)
     HIDE: gl.constexpr = 0.0 if BOUNDED else float("-inf")
     j0 = (code >> 10) * BN
     k0 = j0 + k_offset
     j = (j0 + gl.arange(0, BN, layout=gl.SliceLayout(0, SL)))[None, :]
     i = rows[:, None]
     u, rate, shift = scores(
-        s, parts, i, j, i + q_offset, j + k_offset, j0, k0, b, h, g, scale, FUSED, BOUNDED, data
+        s, parts, i, j, i + q_offset, j + k_offset, j0, k0, b, h, g, scale, FUSED, POWERS, data
     )
     shift = gl.full([64, 1], 0.0, gl.float32, SL) + shift
-    if LINES or FIRST:
+    if POWERS == 2:
+        cuts = gl.to_tensor(False)
+        first = gl.full([64, 1], 0, gl.int32, SL)
+        last = first
+        if LINES:
+            cuts = ((code >> (4 + w)) & 1) != 0
+        if FIRST:
+            cuts |= j0 + BN > n_k
+        if LINES or FIRST:
+            if cuts:
+                i = here(rows)[:, None]
+                low, high = limits(parts, i, i + q_offset, n_k, k_offset, b, h, g, scale, data)
+                first, last = first + (low - j0), last + (high - j0)
+        x, k, rate = u
+        u = capped_weights(x, k, rate, cuts.to(gl.int32), first, last, BELOW)
+        rate = gl.to_tensor(1.0)
+    elif LINES or FIRST:
         cuts = False
         if LINES:
             cuts = ((code >> (4 + w)) & 1) != 0
@@ -106,16 +164,27 @@ def fold(s, code, w, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data,
             cuts |= j0 + BN > n_k
         if cuts:
             i = here(rows)[:, None]
+            if STRIPES or (CROWDED and not BELOW):
+                n_k, k_offset = here(n_k), here(k_offset)
             first, last = limits(parts, i, i + q_offset, n_k, k_offset, b, h, g, scale, data)
             u = cut(u, first - j0, last - j0, BELOW, BN // 2, BOUNDED)
     if OTHER:
         if ((code >> (7 + w)) & 1) != 0:
             i = here(rows)[:, None]
             if STRIPES:
-                u = stripes(
-                    u, s, parts, i, j, i + q_offset, j + k_offset, j0, k0, b, h, g, scale, BN // 2, BOUNDED, data
-                )  # fmt: skip
+                u = hide(u, marks, BN // 2, BOUNDED)
             if REST:
                 seen = sees(s, parts, i, j, i + q_offset, j + k_offset, j0, k0, b, h, g, scale, data)
                 u = gl.where(seen, u, HIDE)
     return u, rate, gl.max(shift, 1)
+
+
+@gluon.jit
+def weights_of(u, m, rate, shift, BOUNDED: gl.constexpr, APART: gl.constexpr, BN: gl.constexpr,
+               RL: gl.constexpr, dt: gl.constexpr):  # fmt: skip
+    """(weights, their sums) of a tile as `fold` leaves it."""
+    if BOUNDED and PAIRED:
+        return u[0].to(dt), u[1] if APART else whole_sums(u[1], True, RL)
+    else:
+        p = u if BOUNDED else weigh(u, m, rate, shift)
+        return p.to(dt), sums_of(p, APART, BN)

@@ -4,6 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+GROWTH = gl.constexpr(8.0)
+"""Powers of two by which a row's maximum may grow before the state is rescaled."""
+
 
 @gluon.jit
 def held_rows(q, q2, HELD: gl.constexpr, D0: gl.constexpr, SL: gl.constexpr):
@@ -55,11 +58,11 @@ def sums_of(p, APART: gl.constexpr, BN: gl.constexpr):
 
 
 @gluon.jit
-def grow(l, alpha, p, APART: gl.constexpr, BN: gl.constexpr):  # noqa: E741
-    """l * alpha of each row + the sums of p, as `sums_of` has them."""
+def grow(l, alpha, sums, APART: gl.constexpr):  # noqa: E741
+    """l * alpha of each row + sums, as `sums_of` has them."""
     if APART:
         alpha = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + gl.zeros_like(l)
-    return gl.fma(l, alpha, sums_of(p, APART, BN))
+    return gl.fma(l, alpha, sums)
 
 
 @gluon.jit

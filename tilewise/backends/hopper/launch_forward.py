@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -253,7 +254,8 @@ def make_recipe(problem: Problem, inputs: Inputs) -> Recipe | None:
         return None
     device, margin = inputs.q.get_device(), config.sm_margin
     machine = machine_of(device)
-    plan = schedule(problem, machine, margin)
+    spec = with_literals(problem.spec, divisors(problem, inputs))
+    plan = schedule(replace(problem, spec=spec), machine, margin)
     tiles, pack, s = plan.tiles, plan.pack, problem.shape
     varlen = problem.options.layout == "varlen"
     result = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
@@ -289,11 +291,10 @@ def make_recipe(problem: Problem, inputs: Inputs) -> Recipe | None:
     for name, t in present.items():
         types[AT[name]] = POINTERS[t.dtype]
     build = Build(tuple(types), (), constants_of(flags, tiles, plan.pair), 4, 1, tiles.limit)
-    spec, builds = with_literals(problem.spec, divisors(problem, inputs)), {FORWARD: build}
+    builds = {FORWARD: build}
     if later:
         builds[AGAIN] = build._replace(constants=constants_of(flags, tiles, plan.pair, AGAIN), registers=0)
-    run, *more = launchers(spec, slots, builds, device)
-    again = more[0] if more else None
+    run, again = (*launchers(spec, slots, builds, device), None)[:2]
     data = low._data(inputs, slots)
     values: list[object] = [None] * len(FORWARD.arguments) + [None if torch.is_tensor(x) else x for x in data]
     values[AT["o_s"] : AT["scale"] + 1] = [

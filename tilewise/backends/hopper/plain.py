@@ -12,6 +12,10 @@ BELOW = gl.constexpr(False)
 """Whether some of them cut columns from below."""
 OTHER = gl.constexpr(False)
 """Whether the mask has anything else."""
+SIMPLE = gl.constexpr(True)
+"""Whether there are no score terms, and the mask cuts rows at their later ends alone."""
+PAIRED = gl.constexpr(False)
+"""Whether bounded weights are made in pairs, with their sums (`words.capped_weights`)."""
 STRIPES, REST = gl.constexpr(False), gl.constexpr(False)
 """Whether that has stripes of a number of the call, and whether anything but those."""
 
@@ -35,9 +39,9 @@ def limits(parts, i, q, n_k, k_offset, b, h, g, scale, data):
 
 
 @gluon.jit
-def stripes(u, raw, parts, i, j, q, k, j0, k0, b, h, g, scale, N: gl.constexpr, ZERO: gl.constexpr, data):
-    """u, -inf (0 if ZERO) where a stripe of the mask hides it; N: elements of a thread."""
-    return u
+def stripes(marks, parts, i, j, q, k, j0, k0, b, h, g, scale, data):
+    """marks without the bits of a thread's columns that a stripe of the mask hides."""
+    return marks
 
 
 @gluon.jit

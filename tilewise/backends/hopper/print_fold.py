@@ -3,7 +3,7 @@
 row_parts(i, q, b, h, g, scale, data)       what belongs to a row or a tile, made once for it
 scores(raw, parts, i, j, ...)               (u, rate, shift): the score in powers of two is u * rate + shift
 limits(i, q, n_k, k_offset, ...)            the first and the last column that the mask's lines leave a row
-stripes(u, parts, i, j, ...)                u, hidden where a stripe of the mask's other part is not
+stripes(marks, parts, i, j, ...)            marks without the bits of columns that stripes of the mask's other part hide
 sees(parts, i, j, ...)                      which pairs the rest of the other part lets through
 kinds(i0, i1, j0, j1, ...)                  bit 0 unless a tile is EMPTY, bit 1 unless lines are FULL, bit 2 the rest
 reach(i0, i1, ...)                          the first and the last column that lines leave any of the rows
@@ -12,6 +12,7 @@ reach(i0, i1, ...)                          the first and the last column that l
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -95,10 +96,8 @@ def stripes_of(mask: algebra.Mask) -> tuple[tuple[Stripe, ...], Node | None]:
 def unpack_here(slots: Slots, used: set[int]) -> list[str]:
     """`unpack` where no register is to keep what is made of the call's integers."""
     names = {slots.names[at] for at in used}
-    return [
-        *unpack(slots, used),
-        *(f"{n} = here({n})" for n in sorted(names) if n[0] == "n" and n[1:].isdigit()),
-    ]
+    whole = (n for n in sorted(names) if re.fullmatch(r"[nx]\d+|L\d+_[ns]\d+", n))
+    return [*unpack(slots, used), *(f"{n} = here({n})" for n in whole)]
 
 
 class FoldPrinter(TilePrinter):
@@ -235,7 +234,7 @@ def print_rows(spec: AttentionSpec, slots: Slots) -> str:
     """Text of `row_parts`."""
     printer = FoldPrinter(slots)
     names = [printer.emit(node) for node in plan(spec)[2]]
-    body = printer.body(f"({', '.join(names or ['g'])},)")
+    body = printer.body(f"({', '.join(names or ['g'])},)", unpack_here)
     return _function("row_parts", "i, q, b, h, g, scale, data", "What belongs to rows.", body)
 
 
@@ -271,11 +270,10 @@ def print_stripes(spec: AttentionSpec, slots: Slots) -> str:
     for s in stripes_of(mask)[0]:
         first, divisor, limit = (printer.emit(n) for n in (s.first, s.divisor, s.limit))
         limit = f"tl.minimum({limit}, 2147483646) + 1" if s.more else limit
-        text = f"stripe(u, {first}, {divisor}, {limit}, {s.sign}, {s.wanted}, N, ZERO)"
-        printer.lines.append(f"u = {text}")
-    arguments = f"u, {TILE}, N: tl.constexpr, ZERO: tl.constexpr, data"
-    doc = "u, -inf (0 if ZERO) where a stripe of the mask hides it; N: elements of a thread."
-    return _function("stripes", arguments, doc, printer.body("u", unpack_here))
+        printer.lines.append(f"marks = stripe(marks, {first}, {divisor}, {limit}, {s.sign}, {s.wanted})")
+    doc = "marks without the bits of a thread's columns that a stripe of the mask hides."
+    arguments = f"marks, {TILE.removeprefix('raw, ')}, data"
+    return _function("stripes", arguments, doc, printer.body("marks", unpack_here))
 
 
 def print_sees(spec: AttentionSpec, slots: Slots) -> str:
@@ -371,10 +369,14 @@ def print_reach(spec: AttentionSpec, slots: Slots) -> str:
 
 def print_forward_folds(spec: AttentionSpec, slots: Slots) -> str:
     """Text of the printed functions of the forward."""
-    mask = plan(spec)[1]
+    score, mask, _ = plan(spec)
     facts = f"LINES = tl.constexpr({bool(mask.runs)})\nBELOW = tl.constexpr({mask.below})\n"
     stripes, rest = stripes_of(mask)
     facts += f"OTHER = tl.constexpr({mask.other is not None})\n"
+    simple = spec.score is None and mask.other is None and not mask.below
+    facts += f"SIMPLE = tl.constexpr({simple})\n"
+    paired = score.slope is not None and score.bounded and mask.other is None
+    facts += f"PAIRED = tl.constexpr({paired})\n"
     facts += f"STRIPES, REST = tl.constexpr({bool(stripes)}), tl.constexpr({rest is not None})\n"
     parts = (print_rows, print_scores, print_limits, print_stripes, print_sees, print_kinds, print_reach)
     return "\n\n".join([facts, *(p(spec, slots) for p in parts)])

@@ -76,7 +76,18 @@ def hidden(n):
 @gluon.jit
 def here(n):
     """n, and what is derived from it is computed where it stands: not before a branch, nor before a loop."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
+    if n.dtype.is_fp32():
+        return gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=f,f", [n], dtype=gl.float32, is_pure=False, pack=1
+        )
+    elif n.dtype.primitive_bitwidth == 64:
+        return gl.inline_asm_elementwise(
+            "mov.b64 $0, $1;", "=l,l", [n], dtype=gl.int64, is_pure=False, pack=1
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1
+        )
 
 
 @gluon.jit

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from tilewise.spec.attention import AttentionSpec
 
 FOLDS = re.compile(r"^from tilewise\.backends\.hopper\.plain import (?:[\w, ]+|\([\w,\s]+\))$", re.MULTILINE)
-SHARED = re.compile(r"^from (tilewise\.backends\.hopper\.\w+_shared) import ([\w, ]+)$", re.MULTILINE)
+SHARED = re.compile(
+    r"^from (tilewise\.backends\.hopper\.\w+_shared) import ([\w, ]+|\([\w,\s]+\))$", re.MULTILINE
+)
 """A template's line that imports from another template: the printed module imports from its printed form."""
 OWN_WORDS = (
     "capped", "divide", "floordiv_along", "floordiv_int", "fused", "inside_int32", "like", "load_where", "mod_along",

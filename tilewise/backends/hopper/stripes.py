@@ -23,12 +23,13 @@ def _up_to(word, bound):
 
 
 @gluon.constexpr_function
-def _hide(n, zero):
+def _hide(u, zero):
     """Elements whose bits are 0 in w0 and w1."""
     hide, text = "0f00000000" if zero else "0fFF800000", ""
-    for i in range(n):
+    # Row by row: the assembler makes several predicates at once of neighbouring bits of a word.
+    for i, x in sorted(enumerate(u), key=lambda e: e[0] // 2 % 2):
         row, bit = i // 2 % 2, i // 4 * 2 + i % 2
-        text += f"and.b32 t, w{row}, {1 << bit:#x}; setp.ne.s32 p, t, 0; selp.f32 ${i}, ${i}, {hide}, p;"
+        text += f"and.b32 t, w{row}, {1 << bit:#x}; setp.ne.s32 p, t, 0; selp.f32 {x}, {x}, {hide}, p;"
     return text
 
 
@@ -39,40 +40,46 @@ START = gl.constexpr(
 
 
 @gluon.constexpr_function
-def _cut_text(n, below, zero, start):
+def cut_text(u, lasts, firsts, zero, start):
+    """Hides elements, by name, after each row's last column and, if there are firsts, before its first."""
     text = start
     for r in range(2):
-        if not below:
-            text += f"sub.s32 w{r}, ${2 * n + 2 * r}, c;"
+        if not firsts:
+            text += f"sub.s32 w{r}, {lasts[r]}, c;"
             continue
-        text += (
-            _up_to(f"w{r}", f"${2 * n + 2 * r}")
-            + f"sub.s32 first, ${3 * n + 2 * r}, 1;"
-            + _up_to("x", "first")
-        )
+        text += _up_to(f"w{r}", lasts[r]) + f"sub.s32 first, {firsts[r]}, 1;" + _up_to("x", "first")
         text += f"not.b32 x, x; and.b32 w{r}, w{r}, x;"
-    if below:
-        return text + _hide(n, zero) + "}"
+    if firsts:
+        return text + _hide(u, zero) + "}"
     # One comparison costs no more than its bit.
     hide = "0f00000000" if zero else "0fFF800000"
-    for i in range(n):
-        text += f"setp.gt.s32 p, {i // 4 * 8 + i % 2}, w{i // 2 % 2}; selp.f32 ${i}, {hide}, ${i}, p;"
+    for i, x in enumerate(u):
+        text += f"setp.gt.s32 p, {i // 4 * 8 + i % 2}, w{i // 2 % 2}; selp.f32 {x}, {hide}, {x}, p;"
     return text + "}"
 
 
 @gluon.constexpr_function
-def _stripe_text(n, zero, start):
-    text = f"{start} mov.b32 n, ${3 * n}; mov.b32 top, ${4 * n};"
-    text += "cvt.rn.f32.s32 inverse, n; rcp.approx.ftz.f32 inverse, inverse;"
+def _cut_text(n, below, zero, start):
+    ends = [[f"${m * n + 2 * r}" for r in range(2)] for m in (2, 3)]
+    return cut_text([f"${i}" for i in range(n)], ends[0], ends[1] if below else [], zero, start)
+
+
+@gluon.constexpr_function
+def _stripe_text(start):
+    text = f"{start} mov.b32 n, $3; cvt.rn.f32.s32 inverse, n; rcp.approx.ftz.f32 inverse, inverse;"
     less = "cvt.rn.f32.s32 f, last; mul.f32 f, f, inverse; cvt.rmi.s32.f32 t, f;"
     less += "mul.lo.s32 t, t, n; sub.s32 last, last, t;"
-    for r in range(2):
-        # Twice: of 31 bits the first quotient may be off by some. Then by one: the least of three without signs.
-        text += f"mov.b32 last, ${2 * n + 2 * r}; {less} {less} add.s32 t, last, n; min.u32 last, last, t;"
-        text += "sub.s32 t, last, n; min.u32 last, last, t; sub.s32 first, last, top;"
-        text += _up_to(f"w{r}", "last") + _up_to("x", "first")
-        text += f"xor.b32 w{r}, w{r}, x; xor.b32 w{r}, w{r}, ${5 * n};"
-    return text + _hide(n, zero) + "}"
+    # Twice: of 31 bits the first quotient may be off by some. Then by one: the least of three without signs.
+    text += f"mov.b32 last, $2; {less} {less} add.s32 t, last, n; min.u32 last, last, t;"
+    text += "sub.s32 t, last, n; min.u32 last, last, t; sub.s32 first, last, $4;"
+    text += _up_to("w0", "last") + _up_to("x", "first")
+    return text + "xor.b32 w0, w0, x; xor.b32 w0, w0, $5; and.b32 $0, w0, $1; }"
+
+
+@gluon.constexpr_function
+def _hide_text(n, zero):
+    text = "{ .reg .pred p; .reg .b32 t, w0, w1;" + f"mov.b32 w0, ${2 * n}; mov.b32 w1, ${2 * n + 2};"
+    return text + _hide([f"${i}" for i in range(n)], zero) + "}"
 
 
 @gluon.constexpr_function
@@ -92,8 +99,9 @@ def cut(u, first, last, BELOW: gl.constexpr, N: gl.constexpr, ZERO: gl.constexpr
 
 
 @gluon.jit
-def stripe(u, x, n, t, SIGN: gl.constexpr, WANTED: gl.constexpr, N: gl.constexpr, ZERO: gl.constexpr):
-    """u, -inf (0 if ZERO) where (x + SIGN * column) % n < t is not WANTED: x (64, 1) or a number, n and t numbers.
+def stripe(marks, x, n, t, SIGN: gl.constexpr, WANTED: gl.constexpr):
+    """marks, (64, 1), without the bits of a thread's columns where (x + SIGN * column) % n < t is not WANTED: x (64, 1)
+    or a number, n and t numbers.
 
     n is at least 2 * WIDEST, so that the remainders of a block's columns that are below t are one run, or all but one.
     """
@@ -109,14 +117,24 @@ def stripe(u, x, n, t, SIGN: gl.constexpr, WANTED: gl.constexpr, N: gl.constexpr
     flip = gl.where(turned, -1, 0)
     if (SIGN > 0) == WANTED:
         flip = flip ^ -1
-    wide = gl.full(u.shape, 0, gl.int32, u.type.layout)
-    text: gl.constexpr = _stripe_text(N, ZERO, START)
-    operands: gl.constexpr = _operands(N, 4)
+    wide = gl.full(marks.shape, 0, gl.int32, marks.type.layout)
+    text: gl.constexpr = _stripe_text(START)
     return gl.inline_asm_elementwise(
         text,
-        operands,
-        [u, wide + x, wide + n, wide + top, wide + flip],
-        dtype=gl.float32,
+        "=r,r,r,r,r,r",
+        [marks, wide + x, wide + n, wide + top, wide + flip],
+        dtype=gl.int32,
         is_pure=True,
-        pack=N,
+        pack=1,
+    )
+
+
+@gluon.jit
+def hide(u, marks, N: gl.constexpr, ZERO: gl.constexpr):
+    """-inf (0 if ZERO) where a row's mark has no bit for the column."""
+    wide = gl.full(u.shape, 0, gl.int32, u.type.layout)
+    text: gl.constexpr = _hide_text(N, ZERO)
+    operands: gl.constexpr = _operands(N, 1)
+    return gl.inline_asm_elementwise(
+        text, operands, [u, wide + marks[:, None]], dtype=gl.float32, is_pure=True, pack=N
     )

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from tilewise import tuning
-from tilewise.backends.hopper.algebra import along_row, mask_of, score_of
+from tilewise.backends.hopper.algebra import Mask, along_row, mask_of, score_of
+from tilewise.backends.hopper.print_fold import stripes_of
 from tilewise.spec import expression as ex
 
 if TYPE_CHECKING:
@@ -66,20 +67,32 @@ PLAIN = {
     (256, 256): Tiles(2, 64, 2, 4, True, True, 232, 40, 168, 0, True),
 }
 """Without score terms, and with masks of positions alone. Source: sweeps on an H200 (docs/hopper.md)."""
+CROWDED = PLAIN | {
+    (64, 64): Tiles(2, 128, 3, 5, True, False, 232, 40, 168),
+    (192, 128): PLAIN[192, 128]._replace(worker=232, loader=40),
+    (256, 256): PLAIN[256, 256]._replace(worker=224, loader=56),
+}
+"""The same where a mask does more than cut rows at their later ends: shared out so that nothing is spilled."""
+SLOPED = PLAIN | {(256, 256): PLAIN[256, 256]._replace(order=-1)}
+"""With a tanh that is mostly a polynomial, without loads: as light as plain scores."""
 FOLDING = {
     (64, 64): Tiles(2, 128, 2, 5, True, False, 216, 72, 168),
     (96, 96): Tiles(2, 128, 2, -1, True, False, 216, 72, 168),
     (128, 128): Tiles(2, 128, 2, 0, True, False, 224, 56, 168),
     (192, 192): Tiles(2, 64, 3, -1, True, True, 216, 72, 168),
     (192, 128): Tiles(2, 128, 2, -1, True, True, 216, 72, 168),
-    (256, 256): Tiles(2, 64, 2, -1, True, True, 216, 72, 168),
+    (256, 256): Tiles(2, 64, 2, -1, True, True, 224, 56, 168),
 }
 """With what wants registers for each element: loads, a tanh; at other head dimensions than 128 every score term.
 Source: a sweep on an H200 for (128, 128), TFLOP/s: softcap 580 against 560 with PLAIN, ALiBi 669 against 717."""
 SOFT = {(128, 128): Tiles(3, 64, 3, 5, True, False, 152, 56, 128)}
 """With scores that a tanh bounds, which need no maximum: two functions an element keep the unit busy, and three
 warpgroups hide more of it than two. TFLOP/s, causal: 637 against 582 with FOLDING and 567 with that and maxima."""
-LIGHT = {(128, 128): Tiles(2, 128, 2, 5, True, False, 232, 40, 168)}
+LIGHT = {
+    (128, 128): Tiles(2, 128, 2, 5, True, False, 232, 40, 168),
+    (192, 128): Tiles(2, 128, 2, -1, True, True, 232, 40, 168),
+    (256, 256): Tiles(2, 64, 2, -1, True, True, 232, 40, 168),
+}
 """With score terms without loads and functions for each element, which leave no registers for q."""
 LATER = ((256, 256),)
 """Head dimensions of which a second launch does again what met values that are not finite; others do it themselves."""
@@ -102,18 +115,24 @@ def reads_pairs(spec: AttentionSpec) -> bool:
     return any(not along_row(site) for site in ex.loads(*each))
 
 
-def default(pair: tuple[int, int], spec: AttentionSpec) -> Tiles:
+def crowded(pair: tuple[int, int], mask: Mask, varlen: bool) -> bool:
+    """Whether what a mask says of rows and blocks leaves PLAIN's partitions too few registers."""
+    if pair == (64, 64):
+        return bool(stripes_of(mask)[0]) or (varlen and mask.below)
+    return mask.below or mask.other is not None
+
+
+def default(pair: tuple[int, int], spec: AttentionSpec, varlen: bool = False) -> Tiles:
     """The tiles where no table says others."""
     score = score_of(spec.score, spec.keep)
-    # A tanh that is mostly a polynomial, without loads, is as light as plain scores.
     if score.slope is not None and score.rest is None and not reads_pairs(spec):
-        return PLAIN[pair]
+        return SLOPED[pair]
     if pair in SOFT and score.bounded:
         return SOFT[pair]
     if reads_pairs(spec):
         return FOLDING[pair]
     if spec.score is None:
-        return PLAIN[pair]
+        return (CROWDED if crowded(pair, mask_of(spec.keep), varlen) else PLAIN)[pair]
     return (FOLDING if hard(spec) else LIGHT).get(pair, FOLDING[pair])
 
 
@@ -134,7 +153,7 @@ def choose(problem: Problem, pair: tuple[int, int], machine: Machine) -> Tiles:
     """The tiles of a call."""
     measured = tuning.lookup(machine.name, "hopper.forward", table_key(problem, pair))
     if not measured:
-        return default(pair, problem.spec)
+        return default(pair, problem.spec, problem.options.layout == "varlen")
     warpgroups, block_n, stages, order, lazy, shared_out, worker, loader, limit, *more = measured
     held, apart = more or (0, 0)
     flags = bool(lazy), bool(shared_out)

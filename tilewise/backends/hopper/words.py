@@ -4,6 +4,8 @@ for each element of a tile, since the exponentials of a tile leave little time."
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.backends.hopper.stripes import START, cut_text
+
 NEAR = gl.constexpr(("0f3F7FF1EC", "0fBEA7105E", "0f3DC7624F"))
 """tanh(y) / y for |y| <= 3/4 as a polynomial of y^2, the least greatest relative error: 0.9997852 - 0.3262967 y^2 +
 0.0973555 y^4. Float32 as PTX writes it."""
@@ -95,34 +97,94 @@ def powers_if(BOUNDED: gl.constexpr, x, rate):
 
 
 @gluon.constexpr_function
-def _capped_text(n, powers):
-    x, k, rate = [f"${i}" for i in range(n)], f"${2 * n}", f"${3 * n}"
-    chains, last = min(4, n), "ex2.approx.ftz.f32 {0}, {0};" if powers else ""
-    text = [
-        "{ .reg .pred p, far; .reg .f32 t, u, c, c0, c1, c2;",
-        *(f".reg .f32 m{r};" for r in range(chains)),
-    ]
-    text += [f"abs.f32 m{r}, {x[r]};" for r in range(chains)]
-    text += [f"abs.f32 t, {x[i]}; max.f32 m{i % chains}, m{i % chains}, t;" for i in range(chains, n)]
-    text += [f"max.f32 m0, m0, m{r};" for r in range(1, chains)]
+def _nearest(x, y):
+    return f"mul.f32 t, {x}, {x}; fma.rn.f32 u, c1, t, c0; mul.f32 {y}, {x}, u;"
+
+
+@gluon.constexpr_function
+def _near(x, y):
+    return f"mul.f32 t, {x}, {x}; fma.rn.f32 u, c2, t, c1; fma.rn.f32 u, u, t, c0; mul.f32 {y}, {x}, u;"
+
+
+@gluon.constexpr_function
+def _far(x, y, k, rate):
+    return f"mul.f32 {y}, {x}, {k}; tanh.approx.f32 {y}, {y}; mul.f32 {y}, {y}, {rate};"
+
+
+@gluon.constexpr_function
+def _power(y, powers=True):
+    return f"ex2.approx.ftz.f32 {y}, {y};" if powers else ""
+
+
+@gluon.constexpr_function
+def _ranges_text(x, k, rate, cuts):
+    """Jumps to MORE unless all elements of a warp are in the nearest range, and cuts, if there is such, is 0; far:
+    whether one is in the last.
+
+    Told by sums of squares of a quarter of a thread's elements, none of which is greater than its sum: products and
+    sums go at twice the rate of maxima.
+    """
+    n = len(x)
+    text = ["{ .reg .pred p, far; .reg .f32 t, u, c, c0, c1, c2, m0, m1, m2, m3;"]
+    text += [f"mul.f32 m{i}, {x[i]}, {x[i]};" for i in range(4)]
+    text += [f"fma.rn.f32 m{i % 4}, {x[i]}, {x[i]}, m{i % 4};" for i in range(4, n)]
     text += [
-        f"abs.f32 c, {k}; mul.f32 t, m0, c; setp.gtu.f32 far, t, 0f3F400000;",
+        "max.NaN.f32 m0, m0, m1; max.NaN.f32 m2, m2, m3; max.NaN.f32 m0, m0, m2;",
+        f"abs.f32 c, {k}; mul.f32 u, {k}, {k}; mul.f32 t, m0, u; setp.gtu.f32 far, t, 0f3F100000;",
         # Beyond 2^-20 and 2^20 the coefficients might leave the range of normal numbers.
         "setp.lt.or.f32 far, c, 0f35800000, far; setp.gt.or.f32 far, c, 0f49800000, far;",
-        "setp.gtu.or.f32 p, t, 0f3EB00000, far; vote.sync.any.pred p, p, 0xffffffff;",
-        f"mul.f32 u, {k}, {k}; mul.f32 c0, {k}, {rate}; mul.f32 c1, c0, u; mul.f32 c2, c1, u; @p bra.uni MORE;",
+        "setp.gtu.or.f32 p, t, 0f3DF20000, far;" + (f"setp.ne.or.s32 p, {cuts}, 0, p;" if cuts else ""),
+        "vote.sync.any.pred p, p, 0xffffffff;",
+        f"mul.f32 c0, {k}, {rate}; mul.f32 c1, c0, u; mul.f32 c2, c1, u; @p bra.uni MORE;",
         f"mul.f32 c0, c0, {NEARER[0]}; mul.f32 c1, c1, {NEARER[1]};",
     ]
-    nearer = "mul.f32 t, {0}, {0}; fma.rn.f32 u, c1, t, c0; mul.f32 {0}, {0}, u;" + last
-    near = "mul.f32 t, {0}, {0}; fma.rn.f32 u, c2, t, c1; fma.rn.f32 u, u, t, c0; mul.f32 {0}, {0}, u;" + last
-    far = "mul.f32 {0}, {0}, {1}; tanh.approx.f32 {0}, {0}; mul.f32 {0}, {0}, {2};" + last
-    text += [nearer.format(a) for a in x]
-    text.append("bra.uni DONE; MORE: vote.sync.any.pred far, far, 0xffffffff; @far bra.uni FAR;")
+    return text
+
+
+@gluon.constexpr_function
+def _farther_text(x, y, k, rate, powers):
+    """The two other ranges; they end at DONE."""
+    text = ["MORE: vote.sync.any.pred far, far, 0xffffffff; @far bra.uni FAR;"]
     text.append(f"mul.f32 c0, c0, {NEAR[0]}; mul.f32 c1, c1, {NEAR[1]}; mul.f32 c2, c2, {NEAR[2]};")
-    text += [near.format(a) for a in x]
+    text += [_near(a, b) + _power(b, powers) for a, b in zip(x, y, strict=True)]
     text.append("bra.uni DONE; FAR:")
-    text += [far.format(a, k, rate) for a in x]
-    return " ".join([*text, "DONE: }"])
+    text += [_far(a, b, k, rate) + _power(b, powers) for a, b in zip(x, y, strict=True)]
+    return [*text, "DONE:"]
+
+
+@gluon.constexpr_function
+def _capped_text(n, powers):
+    x, k, rate = [f"${i}" for i in range(n)], f"${2 * n}", f"${3 * n}"
+    text = _ranges_text(x, k, rate, "")
+    text += [_nearest(a, a) + _power(a, powers) for a in x]
+    text.append("bra.uni DONE;")
+    return " ".join([*text, *_farther_text(x, x, k, rate, powers), "}"])
+
+
+@gluon.constexpr_function
+def _weights_text(n, below, start):
+    """Weights, $0 .., and behind them the sums of both rows, of which the first and the third number are written."""
+    x = [f"${i}" for i in range(n)]
+    k, rate, cuts = (f"${m * n}" for m in (3, 4, 5))
+    ends = [[f"${m * n + 2 * r}" for r in range(2)] for m in (6, 7)]
+
+    def added(i):
+        """A pair of weights to the sum of their row."""
+        total = f"${n + i // 2 % 2 * 2}"
+        if i < 4:
+            return f"add.f32 {total}, {x[i]}, {x[i + 1]};"
+        return f"add.f32 t, {x[i]}, {x[i + 1]}; add.f32 {total}, {total}, t;"
+
+    text = [*_ranges_text(x, k, rate, cuts)]
+    for i in range(0, n, 2):
+        text += [*(_nearest(a, a) + _power(a) for a in x[i : i + 2]), added(i)]
+    text += [
+        "bra.uni END;",
+        *_farther_text(x, x, k, rate, True),
+        f"setp.eq.s32 p, {cuts}, 0; @p bra.uni WHOLE;",
+    ]
+    text.append(cut_text(x, ends[0], ends[1] if below else [], True, start))
+    return " ".join([*text, "WHOLE:", *(added(i) for i in range(0, n, 2)), "END: }"])
 
 
 @gluon.constexpr_function
@@ -130,20 +192,60 @@ def _capped_operands(n):
     return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * (2 * n))
 
 
+@gluon.constexpr_function
+def _weights_operands(n):
+    return ",".join(["=f"] * (2 * n) + [str(i) for i in range(n)] + ["f"] * (2 * n) + ["r"] * (3 * n))
+
+
 @gluon.jit
 def capped(x, k, rate, POWERS: gl.constexpr):
     """rate * tanh(k * x) of a tile of products, or 2 to the power of it if POWERS; k and rate are numbers.
+
+    POWERS 2: what `capped_weights` is to be told.
 
     Where |k * x| is at most 3/4 for all elements of a warp, which scores seldom leave, by an odd polynomial of degree 5
     with a relative error of 2^-12.1: the unit is left to the exponentials. Else by the unit's own tanh (`tanh`).
     """
     N: gl.constexpr = x.shape[0] * x.shape[1] // 128
+    if POWERS == 2:
+        return x, k, rate
+    else:
+        zeros = gl.full(x.shape, 0.0, gl.float32, x.type.layout)
+        text: gl.constexpr = _capped_text(N, POWERS)
+        operands: gl.constexpr = _capped_operands(N)
+        return gl.inline_asm_elementwise(
+            text, operands, [x, zeros + k, zeros + rate], dtype=gl.float32, is_pure=True, pack=N
+        )
+
+
+@gluon.jit
+def first_of(a, b):
+    """The first of two."""
+    return a
+
+
+@gluon.jit
+def capped_weights(x, k, rate, cuts, first, last, BELOW: gl.constexpr):
+    """(2^(rate * tanh(k * x)), its sums over the columns that each of a row's four threads holds), 0 before the column
+    `first` (if BELOW) and after `last`, (64, 1) each, if `cuts`, a number.
+
+    As `capped`, but the sums stand beside the exponentials, under which they cost nothing.
+    """
+    N: gl.constexpr = x.shape[0] * x.shape[1] // 128
     zeros = gl.full(x.shape, 0.0, gl.float32, x.type.layout)
-    text: gl.constexpr = _capped_text(N, POWERS)
-    operands: gl.constexpr = _capped_operands(N)
-    return gl.inline_asm_elementwise(
-        text, operands, [x, zeros + k, zeros + rate], dtype=gl.float32, is_pure=True, pack=N
+    wide = gl.full(x.shape, 0, gl.int32, x.type.layout)
+    text: gl.constexpr = _weights_text(N, BELOW, START)
+    operands: gl.constexpr = _weights_operands(N)
+    weights, sums = gl.inline_asm_elementwise(
+        text,
+        operands,
+        [x, zeros + k, zeros + rate, wide + cuts, wide + last, wide + first],
+        dtype=(gl.float32, gl.float32),
+        is_pure=True,
+        pack=N,
     )
+    sums = gl.reduce(sums.reshape([64, x.shape[1] // 8, 4, 2]), 3, first_of)
+    return weights, gl.reduce(sums, 1, first_of)
 
 
 @gluon.jit
