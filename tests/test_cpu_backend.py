@@ -128,44 +128,6 @@ def test_words_are_accurate_and_exact_at_the_ends() -> None:
     assert out.item() == 0.0 and lse.item() == -math.inf
 
 
-def widened_calls(dtype: torch.dtype) -> list[tuple[torch.Tensor, ...]]:
-    """Calls whose keys are widened before the pass: out and lse of rows far apart, of a group of heads, of a head size
-    that fills no vector, of packed sequences; then the gradients of the last."""
-    torch.manual_seed(1)
-    found = []
-    for sizes, mask in (((2, 4, 2, 300, 333, 40, 24), None), ((1, 3, 1, 200, 260, 128, 64), tw.causal())):
-        q, k, v = draw(*sizes, dtype=dtype)
-        k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v))
-        found.append(tw.attention(q, k, v, mask=mask, backend="cpu", return_lse=True))
-    q, k, v = (torch.randn(700, heads, 64).to(dtype).requires_grad_() for heads in (4, 2, 2))
-    lengths = torch.tensor([0, 390, 401, 700], dtype=torch.int32)
-    out, lse = tw.attention_varlen(q, k, v, lengths, lengths, backend="cpu", return_lse=True)
-    return [*found, (out, lse, *torch.autograd.grad(out.float().square().sum(), (q, k, v)))]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_keys_widened_once_give_the_same_bits(
-    dtype: torch.dtype, poisoned_memory: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where enough blocks of rows meet them, k and v become float32 before the pass and not block by block."""
-    from tilewise import quick
-    from tilewise.backends.cpu import launch
-
-    monkeypatch.setenv("TILEWISE_CPU_BF16", "wide")
-    said, turner = [], launch.turner
-    monkeypatch.setattr(launch, "turner", lambda *a: said.append(a) or turner(*a))
-    results, counts = [], []
-    for least in (1, 1 << 30):
-        monkeypatch.setattr(launch, "LEAST_READERS", least)
-        quick.ready.clear()
-        results.append(widened_calls(dtype))
-        counts.append(len(said))
-    quick.ready.clear()
-    assert counts[0] >= 3 and counts[1] == counts[0]
-    for once, block_by_block in zip(*results, strict=True):
-        assert all(map(torch.equal, once, block_by_block))
-
-
 @pytest.mark.parametrize("divisor", [1, -1, 2, -3, 7, 1000003, -1000003, 2**31 - 1, -(2**31), 0])
 @pytest.mark.parametrize("op", ["//", "%"])
 def test_division_by_one_number_rounds_down(op: str, divisor: int) -> None:
