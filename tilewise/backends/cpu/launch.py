@@ -64,10 +64,10 @@ FAR = {16: 4096}
 heads, 1 to 2 % at one of a head in one piece (measured with AVX2). A first-level cache of 12 ways and not 8 holds what
 one product reads of rows half as far apart: with AVX-512 copies of rows 512 to 2048 bytes apart took 5 to 7 % of the
 speed, and won 2 to 5 % at 4096 and 8192 (measured on Zen 5)."""
-LEAST_READERS = 16
-"""Blocks of rows from which k and v are widened once, before the pass, and not by each: float16 at N 4096 1.04 to 1.06
-times the speed, at 1024 1.02 to 1.03, under a causal mask there 0.97 to 1.01, at 512 0.95 to 0.99 (measured on Zen 5).
-"""
+LEAST_READERS = {16: 16}
+"""Blocks of rows from which k and v are widened once, before the pass, and not by each, by lanes; 64 elsewhere. With
+AVX-512 float16 at N 4096 1.04 to 1.06 times the speed, at 1024 1.02 to 1.03, under a causal mask there 0.97 to 1.01, at
+512 0.95 to 0.99; bf16 with AVX2 1.02 at 4096, 0.95 to 0.99 at 1024 (measured on Zen 5)."""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -280,7 +280,7 @@ def turned_bytes(problem: Problem, packed: bool, groups: int, blocks: int) -> in
     if uses_pairs(detect(), NAMES[problem.dtype]):
         return pair_launch.turned_bytes(problem, packed, groups, blocks)
     users = blocks if packed else blocks * max(problem.group, 1)
-    if users < LEAST_READERS:
+    if users < LEAST_READERS.get(detect().lanes, 64):
         return 0
     s = problem.shape
     return groups * pair_launch.GROUP * s.num_heads_kv * (4 * (s.head_dim + s.head_dim_v) + LINE)
