@@ -140,7 +140,7 @@ def test_a_tanh_of_products_alone_has_a_slope():
 
 
 def test_the_polynomials_of_a_tanh():
-    pytest.importorskip("triton")
+    pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="needs Gluon")
     from tilewise.backends.hopper.words import NEAR, NEARER
 
     for texts, most in ((NEAR, 0.75), (NEARER, 11 / 32)):

@@ -264,3 +264,27 @@ print(spent, torch.cuda.is_initialized(), [name for name in names if name in sys
     spent, cuda, heavy = made.stdout.strip().split(" ", 2)
     assert cuda == "False" and heavy == "[]"
     assert float(spent) < 2.0
+
+
+def test_caches_work_without_numba() -> None:
+    """What is compiled for processors is asked for, not taken for there."""
+    program = """
+import sys
+sys.modules["numba"] = sys.modules["llvmlite"] = None
+import torch, tilewise as tw
+tw.config.slow = "quiet"
+q, k, v = torch.randn(1, 4, 9, 16), torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16)
+wanted = tw.attention(q, k, v, mask=tw.causal())
+pages = tw.PagedKVCache(8, 4, 2, 16)
+sequences = [pages.new_sequence()]
+for cache, options in ((tw.KVCache.allocate(1, 2, 16, 16), {}), (pages, {"sequences": sequences})):
+    parts = [
+        tw.attention_with_cache(
+            q[:, :, n : n + 1], cache, k[:, :, n : n + 1], v[:, :, n : n + 1], mask=tw.causal(), **options
+        )
+        for n in range(9)
+    ]
+    print(bool(torch.allclose(torch.cat(parts, 2), wanted, atol=1e-5)))
+"""
+    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert made.stdout.split() == ["True", "True"], made.stderr

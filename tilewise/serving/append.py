@@ -119,12 +119,22 @@ def _compiled() -> Callable[[Append], Tensor | None] | None:
 def prepare(inputs: Append) -> Callable[[Append], Tensor | None] | None:
     """A function for appends like this one, which was done; None where there is none that is quicker."""
     if type(inputs.k) in PLAIN and inputs.k.is_cpu:
-        return importlib.import_module("tilewise.backends.cpu.append").prepare(inputs, check_room, append)  # type: ignore[no-any-return]
+        compiled = _compiled_for_processors()
+        return None if compiled is None else compiled(inputs, check_room, append)
     if inputs.k.device.type != "cuda" or _compiled() is None:
         return None
     return getattr(importlib.import_module("tilewise.backends.triton.launch_append"), "prepare", _nothing)(
         inputs
     )
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled_for_processors() -> Callable[..., Callable[[Append], Tensor | None] | None] | None:
+    try:
+        module = importlib.import_module("tilewise.backends.cpu.append")
+    except ImportError:  # no Numba here
+        return None
+    return getattr(module, "prepare", None)
 
 
 def _nothing(_: Append) -> None:
