@@ -97,9 +97,9 @@ def check_new(k: Tensor, v: Tensor, edges: Tensor | None, pools: tuple[Tensor, T
 def run(inputs: Append) -> Tensor | None:
     """The turned q, by the device's family of backends."""
     if inputs.k.device.type == "cuda":
-        append = _compiled()
-        if append is not None:
-            return append(inputs)
+        compiled = _of_backend("triton.launch_append", "append")
+        if compiled is not None:
+            return compiled(inputs)  # type: ignore[no-any-return]
     from tilewise.backends.reference import (
         append as reference,  # the package's import brings no backend along
     )
@@ -107,38 +107,22 @@ def run(inputs: Append) -> Tensor | None:
     return reference.append(inputs)
 
 
-@functools.lru_cache(maxsize=1)
-def _compiled() -> Callable[[Append], Tensor | None] | None:
-    try:
-        module = importlib.import_module("tilewise.backends.triton.launch_append")
-    except ImportError:  # no Triton here
-        return None
-    return getattr(module, "append", None)
-
-
 def prepare(inputs: Append) -> Callable[[Append], Tensor | None] | None:
     """A function for appends like this one, which was done; None where there is none that is quicker."""
     if type(inputs.k) in PLAIN and inputs.k.is_cpu:
-        compiled = _compiled_for_processors()
+        compiled = _of_backend("cpu.append", "prepare")
         return None if compiled is None else compiled(inputs, check_room, append)
-    if inputs.k.device.type != "cuda" or _compiled() is None:
-        return None
-    return getattr(importlib.import_module("tilewise.backends.triton.launch_append"), "prepare", _nothing)(
-        inputs
-    )
+    compiled = _of_backend("triton.launch_append", "prepare") if inputs.k.device.type == "cuda" else None
+    return None if compiled is None else compiled(inputs)
 
 
-@functools.lru_cache(maxsize=1)
-def _compiled_for_processors() -> Callable[..., Callable[[Append], Tensor | None] | None] | None:
+@functools.lru_cache(maxsize=4)
+def _of_backend(module: str, name: str) -> Callable[..., Any] | None:
+    """A function of a module of the backends; None where its compiler is not installed."""
     try:
-        module = importlib.import_module("tilewise.backends.cpu.append")
-    except ImportError:  # no Numba here
+        return getattr(importlib.import_module(f"tilewise.backends.{module}"), name, None)
+    except ImportError:
         return None
-    return getattr(module, "prepare", None)
-
-
-def _nothing(_: Append) -> None:
-    return None
 
 
 def append(inputs: Append, *, trusted: bool = False) -> Tensor | None:
