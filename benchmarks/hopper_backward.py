@@ -1,7 +1,7 @@
 """The Hopper backward beside the best it meets: the whole backward through the public call, and who won each cell.
 
     python benchmarks/hopper_backward.py [cells gqa deterministic] [--runs 2] [--rounds 12]
-        [--seconds 200] [--contenders hopper,sdpa_cudnn,sdpa_flash,fa4]
+        [--cells SUBSTRING,...] [--seconds 200] [--contenders hopper,sdpa_cudnn,sdpa_flash,fa4]
         [--output benchmarks/results/hopper_backward.jsonl]
 
 The protocol is `benchmarks/gpu.py`'s: CUDA graphs, cold and hot, interleaved, rotated. TFLOP/s count five
@@ -46,9 +46,13 @@ def ratio(line: dict[str, Any]) -> float | None:
     return round(rates[OURS] / max(others), 3) if OURS in rates and others else None
 
 
-def lines(section: str, names: list[str], run: int, rounds: int) -> Iterator[dict[str, Any]]:
-    """One line a cell."""
+def lines(
+    section: str, names: list[str], run: int, rounds: int, wanted: str = ""
+) -> Iterator[dict[str, Any]]:
+    """One line a cell whose name has one of the `wanted` parts, separated by commas."""
     for cell in CELLS[section]:
+        if not any(part in cell.name for part in wanted.split(",")):
+            continue
         line = measure(cell, "backward", names, 60, rounds)
         yield line | {"section": section, "run": run, "ratio": ratio(line)}
         gc.collect()
@@ -63,6 +67,7 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", default=["cells"])
     parser.add_argument("--contenders", default="hopper,sdpa_cudnn,sdpa_flash,fa4")
     parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--cells", default="")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--output", type=Path)
@@ -80,7 +85,7 @@ def main() -> None:
     for run in range(options.runs):
         for section in options.sections:
             names = [OURS, f"{OURS}+exact"] if section == "deterministic" else options.contenders.split(",")
-            for line in lines(section, names, run, options.rounds):
+            for line in lines(section, names, run, options.rounds, options.cells):
                 write(line)
                 rates = {n: f.get("cold_tflops", "-") for n, f in line["contenders"].items()}
                 print(f"{line['cell']:26s} {line['ratio']}  {rates}", flush=True)

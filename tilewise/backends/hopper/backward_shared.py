@@ -20,11 +20,40 @@ LOG2 = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def codes_of(chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM: gl.constexpr):
+def place_of(unit, n_m, group, ORDER: gl.constexpr):
+    """(head of the group, row tile) of a number: head by head, or, where additions have an order, row tile by row tile.
+    Under a causal mask later tiles of keys have shorter walks: head by head, they would wait for the tile before
+    theirs at each head again."""
+    if ORDER:
+        m = unit // group
+        member = unit - m * group
+    else:
+        member = gl.minimum(unit // n_m, group - 1)
+        m = unit - member * n_m
+    return member, m
+
+
+@gluon.jit
+def codes_of(
+    chunk,
+    n_m,
+    units,
+    j0,
+    j1,
+    n_q,
+    group,
+    q_offset,
+    k_offset,
+    b,
+    g,
+    data,
+    BM: gl.constexpr,
+    ORDER: gl.constexpr,
+):
     """A number for each of 32 row tiles of the group's heads: -1 if EMPTY, else its own times 4, plus 2 if PARTIAL."""
     unit = chunk * 32 + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    member = gl.minimum(unit // n_m, group - 1)
-    i0 = (unit - member * n_m) * BM
+    member, m = place_of(unit, n_m, group, ORDER)
+    i0 = m * BM
     i1 = gl.minimum(i0 + BM, n_q) - 1
     h = g * group + member
     kind = classify(gl.minimum(i0, i1), i1, j0, j1, q_offset, k_offset, b, h, h, g, data)
@@ -38,7 +67,7 @@ def next_code(u, wanted, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, 
     chunk = (u + 1) // 32
     found = units * 4
     while (found == units * 4) & (chunk * 32 < units):
-        codes = codes_of(chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM)
+        codes = codes_of(chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM, False)
         fits = (codes > u * 4 + 3) & (((codes & 2) == wanted) | (wanted == 1))
         found = gl.min(gl.where(fits, codes, units * 4), 0)
         chunk += 1
@@ -51,7 +80,7 @@ def code_before(u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, dat
     chunk = (u - 1) // 32
     found = -1
     while (found < 0) & (chunk >= 0):
-        codes = codes_of(chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM)
+        codes = codes_of(chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM, True)
         found = gl.max(gl.where(codes < u * 4, codes, -1), 0)
         chunk -= 1
     return same(found)
@@ -61,8 +90,8 @@ def code_before(u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, dat
 def later_hidden(code, n_m, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM: gl.constexpr):
     """1 if row tile `code` is PARTIAL and none of its first 64 rows sees a key from j0 + 64 on, else 0."""
     unit = code // 4 + gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    member = gl.minimum(unit // n_m, group - 1)
-    i0 = (unit - member * n_m) * BM
+    member, m = place_of(unit, n_m, group, False)
+    i0 = m * BM
     i1 = gl.minimum(i0 + 64, n_q) - 1
     h = g * group + member
     kind = classify(gl.minimum(i0, i1), i1, gl.minimum(j0 + 64, j1), j1, q_offset, k_offset, b, h, h, g, data)
@@ -117,7 +146,7 @@ def produce(
         count = 0
         start = units * 4
         for chunk in range(0, gl.cdiv(units, 32)):
-            codes = codes_of(chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM)
+            codes = codes_of(chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM, ORDER)
             count += gl.sum((codes >= 0).to(gl.int32), 0)
             partial += gl.sum(((codes >= 0) & ((codes & 2) != 0)).to(gl.int32), 0)
             start = gl.minimum(start, gl.min(gl.where(codes >= 0, codes, units * 4), 0))
@@ -185,8 +214,8 @@ def produce(
             u -= 1
         else:
             u += 1
-        member = u // n_m
-        m = u - member * n_m + turn
+        member, m = place_of(u, n_m, group, ORDER)
+        m += turn
         m = gl.where(m >= n_m, m - n_m, m)
         h = g * group + member
         row_tile = first + h * row_tiles + m
