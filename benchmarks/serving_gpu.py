@@ -10,7 +10,7 @@ rotates; medians. Caches are 240 MB and more, so that nothing stays in the secon
 next, but for the cell that fits there by itself and says so.
 
 Lines: the machine; then one per cell, with each contender's seconds and TB/s; host time is microseconds of an eager
-call. Scattered pages: the block table is a random permutation.
+call. Scattered pages: the block table is a random permutation; `one_piece`: a cache without pages, in turn with them.
 """
 
 from __future__ import annotations
@@ -172,10 +172,12 @@ def decode(rounds: int) -> Iterator[dict[str, Any]]:
 
 def paged(rounds: int) -> Iterator[dict[str, Any]]:
     for cell in CELLS:
-        batch, heads, _, keys = cell
+        batch, heads, heads_kv, keys = cell
+        piece = CacheView(*(draw(batch, heads_kv, keys, HEAD_DIM) for _ in range(2)), lengths_of(batch, keys))
         for size in (16, 64):
             q, (k, v, table) = draw(batch, heads, 1, HEAD_DIM), in_pages(cell, size)
             calls = {"tilewise": over(CacheView(k, v, lengths_of(batch, keys), table), q)}
+            calls["one_piece"] = over(piece, q)
             with contextlib.suppress(ImportError):
                 calls["fa3"] = fa3(q, k, v, table, keys)
             count = 10 if read_bytes(cell) < SHORT_BYTES else 4
