@@ -137,23 +137,31 @@ def produce(
     n_m = gl.cdiv(n_q, BM)
     units = gl.where(j0 < n_k, n_m * group, 0)
     cut = (j0 + BN > n_k).to(gl.int32) * 2
+    # Row tiles come by their numbers, from `start`, which is not among them. Where additions have an order the last rows
+    # come first: if later keys are hidden, all tiles of keys see those, and one begins as soon as the one before it
+    # has passed a tile of rows.
     count, partial, start = units, 0, -1
+    if ORDER:
+        start = units
     if SPLIT:
         count = gl.where(j0 < n_k, rows, 0)
         start = piece - 1
     half = 0
     if HAS_MASK:
         count = 0
-        start = units * 4
+        start = -1 if ORDER else units * 4
         for chunk in range(0, gl.cdiv(units, 32)):
             codes = codes_of(chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM, ORDER)
             count += gl.sum((codes >= 0).to(gl.int32), 0)
             partial += gl.sum(((codes >= 0) & ((codes & 2) != 0)).to(gl.int32), 0)
-            start = gl.minimum(start, gl.min(gl.where(codes >= 0, codes, units * 4), 0))
+            if ORDER:
+                start = gl.maximum(start, gl.max(codes, 0))
+            else:
+                start = gl.minimum(start, gl.min(gl.where(codes >= 0, codes, units * 4), 0))
         if SKIP:
             half = later_hidden(start, n_m, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM)
         # Scans begin behind what nobody sees.
-        start = same(start) // 4 - 1
+        start = same(start) // 4 + (1 if ORDER else -1)
     count = same(count)
     # Row tiles of which nothing is hidden come last, and are walked without asking; where additions have an order, all
     # come in theirs.
@@ -182,11 +190,7 @@ def produce(
     turn = 0
     if not (HAS_MASK or ORDER):
         turn = (n * (BN // BM)) % gl.maximum(n_m, 1)
-    # Where additions have an order the last rows come first: if later keys are hidden, all tiles of keys see those, and
-    # one begins as soon as the one before it has passed a tile of rows.
     u = start
-    if ORDER:
-        u = units
     # The next tile is drawn late: who draws with much to do takes from those that soon have nothing.
     following = t
     last = n0 + gl.maximum(count - 2, 0)

@@ -13,6 +13,8 @@ WIDEST_HALVES = 128
 
 LONG = 4096
 """Rows from which a third tile of rows in shared memory is worth more than a second tile of keys; masks hide half."""
+GROUPED_ROWS = 32768
+"""Rows of a head times KV heads that run abreast, where rows of a group's heads come in turn under a mask."""
 
 AHEAD = 4096
 """Rows from which sums of dq are cleared and collected on the way. At head dimension 128, and where walks are shorter,
@@ -100,13 +102,16 @@ def heads_abreast(problem: Problem, walk: int, narrow: bool, drawn: bool) -> int
     return -(-units // -(-units // 8))
 
 
-def abreast(steps: int, masked: bool, group: int) -> int:
+def abreast(walk: int, rows: int, masked: bool, group: int) -> int:
     """KV heads whose tiles run abreast where additions to dq have an order: the more, the fewer tiles of one head wait
-    for each other, which is felt where walks of `steps` row tiles are short, and where a program walks all heads of a
-    group; but the more there is to hold in the second-level cache."""
+    for each other, which is felt where walks of `walk` rows are short; but the more there is to hold in the
+    second-level cache, above all of grouped heads, which are walked side by side."""
+    steps = -(-walk // rows)
     if not masked:
         return 2 if steps > 128 else 4 if steps > 16 else 16
-    if steps > 128 and group == 1:
+    if group > 1:
+        return min(max(GROUPED_ROWS // max(walk, 1), 2), 16)
+    if steps > 128:
         return 8
     return 16 if steps > 32 else 32 if steps > 8 else 64
 
@@ -132,7 +137,7 @@ def plan_backward(problem: Problem) -> BackwardPlan:
     stages, keys = (3, 1) if bulk or long else (2, 2)
     swizzle = 1 if spec.keep is None else heads_abreast(problem, walk, narrow, d == 192 and dv <= 128)
     if ordered:
-        swizzle = abreast(-(-walk // rows), spec.keep is not None, max(problem.group, 1))
+        swizzle = abreast(walk, rows, spec.keep is not None, max(problem.group, 1))
     # Slopes of terms need those registers.
     drawn = d == 192 and dv <= 128 and spec.score is None
     second = 32 if 64 < max(s.head_dim, s.head_dim_v) <= 96 else 0
