@@ -72,12 +72,10 @@ def halves_producer(
     total = tiles_of(sizes, VARLEN)
     if SPLIT:
         total = split[0] + split[2]
-    t = gl.program_id(0)
-    drawn = gl.num_programs(0)
+    t, drawn = gl.program_id(0), gl.num_programs(0)
     if ORDER or AHEAD or SPLIT:
         # A tile waits for those before it: programs that run have drawn them all, however few run at once.
-        t = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-        drawn = 0
+        t, drawn = gl.atomic_add(counter_ptr, 1, sem="relaxed"), 0
     while (t % SECOND if SPLIT else t) < total:
         if AHEAD:
             await_clear(t, shared, sizes)
@@ -97,20 +95,20 @@ def turn_of(
     n, own, about, turns_ptr, entry_s, ds_full, data, BM: gl.constexpr, HAS_MASK: gl.constexpr,
 ):  # fmt: skip
     """Of row tile number n: where its turn stands, and what stands there when it is the turn of tile `own` of keys."""
-    b, g, n_q, n_k, q_offset, k_offset = about
+    b, g, n_q, n_k, q_offset, k_offset, flip, key_tiles = about
     mbarrier.wait(ds_full.index(n & 1), (n >> 1) & 1)
     entry = (n % RING) * ENTRY
     before = own
     if HAS_MASK:
         m, h = number_here(entry_s, entry) // 4, number_here(entry_s, entry + 2)
-        before = keys_before(own, m, n_q, n_k, q_offset, k_offset, b, h, g, data, BM, 128)
+        before = keys_before(own, m, n_q, n_k, q_offset, k_offset, b, h, g, data, flip, key_tiles, BM, 128)
     return turns_ptr + number_here(entry_s, entry + 1), before
 
 
 @gluon.jit
 def keeper(
-    turns_ptr, slots, signals, turns, data, BM: gl.constexpr, KV: gl.constexpr, HAS_MASK: gl.constexpr
-):
+    turns_ptr, slots, signals, turns, key_tiles, data, BM: gl.constexpr, KV: gl.constexpr, HAS_MASK: gl.constexpr,
+):  # fmt: skip
     """One warp: tiles of keys add to a row tile in the order of their numbers. What the next turn needs is found while
     the halves add."""
     about_s, entry_s = slots
@@ -121,10 +119,14 @@ def keeper(
     count = number_here(about_s, 0)
     while count >= 0:
         at = (ti & 1) * FIELDS
-        own = number_here(about_s, at + 3) // 128
+        own, flip = number_here(about_s, at + 3) // 128, 0
+        if HAS_MASK and BM == 128:
+            flip = number_here(about_s, at + 11)
+            own = gl.where(flip > 0, key_tiles - 1 - own, own)
         about = (
             number_here(about_s, at + 1), number_here(about_s, at + 2), number_here(about_s, at + 8),
-            number_here(about_s, at + 4), number_here(about_s, at + 6), number_here(about_s, at + 7))  # fmt: skip
+            number_here(about_s, at + 4), number_here(about_s, at + 6), number_here(about_s, at + 7), flip,
+            key_tiles)  # fmt: skip
         place, before = turns_ptr, own
         if count > 0:
             place, before = turn_of(n, own, about, turns_ptr, entry_s, ds_full, data, BM, HAS_MASK)
@@ -154,7 +156,7 @@ def sums_keeper(
 ):  # fmt: skip
     """The warp that sees to dq's sums: that they are added to in order, or cleared and collected on the way."""
     if ORDER:
-        keeper(turns_ptr, slots, signals, turns, data, BM, KV, HAS_MASK)
+        keeper(turns_ptr, slots, signals, turns, sizes[6], data, BM, KV, HAS_MASK)
     else:
         clear_and_collect(shared, slots, signals, turns, sizes, BM, D, KV)
 

@@ -18,7 +18,8 @@ from tilewise.backends.hopper.names import tma_load, tma_store
 FIELDS = gl.constexpr(14)
 """Numbers that tell the others about the program's keys: row tiles to come, b, KV head, first key in the sequence, its
 keys, its first key in the tensor, positions of its first row and key, its rows, and how many of the row tiles come
-first because some of their pairs may be hidden; where dq is collected on the way (`clear_and_collect`), also the
+first because some of their pairs may be hidden; where additions have an order, in the place after the next whether
+tiles of keys come from the last to the first; where dq is collected on the way (`clear_and_collect`), also the
 tile's own number, and the first row tile of which dq is to be collected, and how many they are; where tiles of keys are
 cut (`backward_split`), in the place of the last two the range, and the first of the tile or a number below 0. At
 last whether no row of the first row tile (of 128, of its first 64) sees a key behind the first 64."""

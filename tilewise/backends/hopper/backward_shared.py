@@ -20,13 +20,15 @@ LOG2 = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def place_of(unit, n_m, group, ORDER: gl.constexpr):
+def place_of(unit, n_m, group, flip, ORDER: gl.constexpr, FLIP: gl.constexpr):
     """(head of the group, row tile) of a number: head by head, or, where additions have an order, row tile by row tile.
     Under a causal mask later tiles of keys have shorter walks: head by head, they would wait for the tile before
-    theirs at each head again."""
+    theirs at each head again. flip: whether numbers begin at the last rows, if FLIP."""
     if ORDER:
         m = unit // group
         member = unit - m * group
+        if FLIP:
+            m = gl.where(flip > 0, gl.maximum(n_m - 1 - m, 0), m)
     else:
         member = gl.minimum(unit // n_m, group - 1)
         m = unit - member * n_m
@@ -35,24 +37,11 @@ def place_of(unit, n_m, group, ORDER: gl.constexpr):
 
 @gluon.jit
 def codes_of(
-    chunk,
-    n_m,
-    units,
-    j0,
-    j1,
-    n_q,
-    group,
-    q_offset,
-    k_offset,
-    b,
-    g,
-    data,
-    BM: gl.constexpr,
-    ORDER: gl.constexpr,
-):
+    chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, flip, BM: gl.constexpr, ORDER: gl.constexpr,
+):  # fmt: skip
     """A number for each of 32 row tiles of the group's heads: -1 if EMPTY, else its own times 4, plus 2 if PARTIAL."""
     unit = chunk * 32 + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    member, m = place_of(unit, n_m, group, ORDER)
+    member, m = place_of(unit, n_m, group, flip, ORDER, ORDER and BM == 128)
     i0 = m * BM
     i1 = gl.minimum(i0 + BM, n_q) - 1
     h = g * group + member
@@ -67,7 +56,7 @@ def next_code(u, wanted, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, 
     chunk = (u + 1) // 32
     found = units * 4
     while (found == units * 4) & (chunk * 32 < units):
-        codes = codes_of(chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM, False)
+        codes = codes_of(chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, 0, BM, False)
         fits = (codes > u * 4 + 3) & (((codes & 2) == wanted) | (wanted == 1))
         found = gl.min(gl.where(fits, codes, units * 4), 0)
         chunk += 1
@@ -75,12 +64,14 @@ def next_code(u, wanted, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, 
 
 
 @gluon.jit
-def code_before(u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM: gl.constexpr):
+def code_before(u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, flip, BM: gl.constexpr):
     """The number of the last row tile before u that is not EMPTY, of which there is one."""
     chunk = (u - 1) // 32
     found = -1
     while (found < 0) & (chunk >= 0):
-        codes = codes_of(chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM, True)
+        codes = codes_of(
+            chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, flip, BM, True
+        )
         found = gl.max(gl.where(codes < u * 4, codes, -1), 0)
         chunk -= 1
     return same(found)
@@ -90,7 +81,7 @@ def code_before(u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, dat
 def later_hidden(code, n_m, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM: gl.constexpr):
     """1 if row tile `code` is PARTIAL and none of its first 64 rows sees a key from j0 + 64 on, else 0."""
     unit = code // 4 + gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    member, m = place_of(unit, n_m, group, False)
+    member, m = place_of(unit, n_m, group, 0, False, False)
     i0 = m * BM
     i1 = gl.minimum(i0 + 64, n_q) - 1
     h = g * group + member
@@ -132,14 +123,18 @@ def produce(
     _, heads, group, _, _, row_tiles, _, _ = sizes
     q_offset = offset_of(offsets[0], offsets[1], b, n_k - n_q, Q_OFFSET)
     k_offset = offset_of(offsets[2], offsets[3], b, 0, K_OFFSET)
+    FLIP: gl.constexpr = ORDER and HAS_MASK and BM == 128
+    flip = 0
+    if FLIP:
+        flip, n = flipped(t, n, sizes)
     j0 = n * BN
     j1 = gl.minimum(j0 + BN, n_k) - 1
     n_m = gl.cdiv(n_q, BM)
     units = gl.where(j0 < n_k, n_m * group, 0)
     cut = (j0 + BN > n_k).to(gl.int32) * 2
-    # Row tiles come by their numbers, from `start`, which is not among them. Where additions have an order the last rows
-    # come first: if later keys are hidden, all tiles of keys see those, and one begins as soon as the one before it
-    # has passed a tile of rows.
+    # Row tiles come by their numbers, from `start`, which is not among them. Where additions have an order the last
+    # rows come first: if later keys are hidden, all tiles of keys see those, and one begins as soon as the one before
+    # it has passed a tile of rows. If tiles of keys are flipped, the first rows do.
     count, partial, start = units, 0, -1
     if ORDER:
         start = units
@@ -151,7 +146,8 @@ def produce(
         count = 0
         start = -1 if ORDER else units * 4
         for chunk in range(0, gl.cdiv(units, 32)):
-            codes = codes_of(chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM, ORDER)
+            codes = codes_of(
+                chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, flip, BM, ORDER)  # fmt: skip
             count += gl.sum((codes >= 0).to(gl.int32), 0)
             partial += gl.sum(((codes >= 0) & ((codes & 2) != 0)).to(gl.int32), 0)
             if ORDER:
@@ -176,6 +172,8 @@ def produce(
         put(about_s, at + f, about[f])
     if SKIP:
         put(about_s, at + 13, gl.where(count > 0, half, 0))
+    if FLIP:
+        put(about_s, at + 11, flip)
     if SPLIT:
         put(about_s, at + 11, part)
         put(about_s, at + 12, opens)
@@ -205,7 +203,8 @@ def produce(
         kind = cut
         if HAS_MASK:
             if ORDER:
-                code = code_before(u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM)
+                code = code_before(
+                    u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, flip, BM)  # fmt: skip
             else:
                 wanted = gl.where(mixed, 1, gl.where(it < n0 + partial, 2, 0))
                 u = gl.where((wanted == 0) & (it == n0 + partial), start, u)
@@ -218,7 +217,7 @@ def produce(
             u -= 1
         else:
             u += 1
-        member, m = place_of(u, n_m, group, ORDER)
+        member, m = place_of(u, n_m, group, flip, ORDER, FLIP)
         m += turn
         m = gl.where(m >= n_m, m - n_m, m)
         h = g * group + member
@@ -245,17 +244,40 @@ def produce(
 
 
 @gluon.jit
-def keys_before(n, m, n_q, n_k, q_offset, k_offset, b, h, g, data, BM: gl.constexpr, BN: gl.constexpr):
-    """1 + the number of the last tile of keys before n of which row tile m sees some; 0 if there is none."""
+def flipped(t, n, sizes):
+    """(whether tile t of keys is flipped, its number then); n: what it is else.
+
+    Where a tile of rows is as long as one of keys, a tile of keys under a causal mask has one row tile less than the
+    one before it, and is one behind: those that begin together end together, and the next wait for one another again.
+    From the last keys to the first, and from the first rows, each is at a row tile one step after the one before it.
+    But the longest tiles come last then, so the last heads go the other way."""
+    batch, heads, group, _, _, _, key_tiles, swizzle = sizes
+    units = batch * (heads // group)
+    flip = (t // (key_tiles * swizzle) < gl.cdiv(units, swizzle) - 1).to(gl.int32)
+    return flip, gl.where(flip > 0, key_tiles - 1 - n, n)
+
+
+@gluon.jit
+def keys_before(
+    own, m, n_q, n_k, q_offset, k_offset, b, h, g, data, flip, key_tiles, BM: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """Of tile `own` of keys, by the order of additions: 1 + the number of the last one before it of which row tile m
+    sees some; 0 if there is none. flip: whether that order is from the last keys to the first."""
     i1 = gl.minimum(m * BM + BM, n_q) - 1
     i0 = gl.minimum(m * BM, i1)
-    found, end = 0, n
+    found, end = 0, own
     while (found == 0) & (end > 0):
         block = end - 1 - gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-        j0 = gl.maximum(block, 0) * BN
+        at = gl.maximum(block, 0)
+        there = block >= 0
+        if BM == 128:
+            at = gl.where(flip > 0, key_tiles - 1 - at, at)
+            there = there & (at * BN < n_k)
+            at = gl.minimum(at, gl.cdiv(n_k, BN) - 1)
+        j0 = at * BN
         j1 = gl.minimum(j0 + BN, n_k) - 1
         kind = classify(i0, i1, j0, j1, q_offset, k_offset, b, h, h, g, data)
-        found = gl.max(gl.where((kind > 0) & (block >= 0), block + 1, 0), 0)
+        found = gl.max(gl.where((kind > 0) & there, block + 1, 0), 0)
         end -= 32
     return same(found)
 
