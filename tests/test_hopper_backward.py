@@ -31,13 +31,13 @@ N = 300
 
 
 def _call(
-    d: int, d_v: int, mask=None, scores=(), packed=False, deterministic=False, n: int = N, *, batch: int = 1
+    d: int, d_v: int, mask=None, scores=(), packed=False, deterministic=False, n: int = N, *, batch=1, heads=(4, 2)
 ):  # fmt: skip
     """(problem, inputs, saved, grads, needs) of a call on tensors of the processor, of which no number is read."""
     term_mask, terms = as_mask(mask), as_terms(scores)
     spec = AttentionSpec.parse(spec_text(term_mask, terms, False, False))
     found = [*([term_mask.term] if term_mask.term is not None else []), *[t.term for t in terms]]
-    heads, cu = (4, 2), torch.tensor([0, 100, n], dtype=torch.int32)
+    cu = torch.tensor([0, 100, n], dtype=torch.int32)
 
     def make(h: int, width: int) -> torch.Tensor:
         return torch.zeros((n, h, width) if packed else (batch, h, n, width), dtype=torch.bfloat16)

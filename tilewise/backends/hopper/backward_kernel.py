@@ -34,6 +34,7 @@ from tilewise.backends.hopper.backward_first_shared import half_seen, nothing_se
 from tilewise.backends.hopper.backward_rings import (
     ENTRY,
     FIELDS,
+    FLIPPED,
     RING,
     add_over,
     note,
@@ -47,7 +48,7 @@ from tilewise.backends.hopper.backward_rings import (
     turn_at,
     wait_for,
 )  # fmt: skip
-from tilewise.backends.hopper.backward_shared import keys_before, produce, weights
+from tilewise.backends.hopper.backward_shared import produce, turn_of, weights
 from tilewise.backends.hopper.backward_split import SECOND, share_sums
 from tilewise.backends.hopper.backward_sums import (
     add_in_turn,
@@ -91,23 +92,9 @@ def halves_producer(
 
 
 @gluon.jit
-def turn_of(
-    n, own, about, turns_ptr, entry_s, ds_full, data, BM: gl.constexpr, HAS_MASK: gl.constexpr,
-):  # fmt: skip
-    """Of row tile number n: where its turn stands, and what stands there when it is the turn of tile `own` of keys."""
-    b, g, n_q, n_k, q_offset, k_offset, flip, key_tiles = about
-    mbarrier.wait(ds_full.index(n & 1), (n >> 1) & 1)
-    entry = (n % RING) * ENTRY
-    before = own
-    if HAS_MASK:
-        m, h = number_here(entry_s, entry) // 4, number_here(entry_s, entry + 2)
-        before = keys_before(own, m, n_q, n_k, q_offset, k_offset, b, h, g, data, flip, key_tiles, BM, 128)
-    return turns_ptr + number_here(entry_s, entry + 1), before
-
-
-@gluon.jit
 def keeper(
     turns_ptr, slots, signals, turns, key_tiles, data, BM: gl.constexpr, KV: gl.constexpr, HAS_MASK: gl.constexpr,
+    ORDER: gl.constexpr,
 ):  # fmt: skip
     """One warp: tiles of keys add to a row tile in the order of their numbers. What the next turn needs is found while
     the halves add."""
@@ -120,7 +107,7 @@ def keeper(
     while count >= 0:
         at = (ti & 1) * FIELDS
         own, flip = number_here(about_s, at + 3) // 128, 0
-        if HAS_MASK and BM == 128:
+        if ORDER == FLIPPED:
             flip = number_here(about_s, at + 11)
             own = gl.where(flip > 0, key_tiles - 1 - own, own)
         about = (
@@ -129,7 +116,7 @@ def keeper(
             key_tiles)  # fmt: skip
         place, before = turns_ptr, own
         if count > 0:
-            place, before = turn_of(n, own, about, turns_ptr, entry_s, ds_full, data, BM, HAS_MASK)
+            place, before = turn_of(n, own, about, turns_ptr, entry_s, ds_full, data, BM, HAS_MASK, ORDER)
         for it in range(n, n + count):
             while turn_at(place) != before:
                 pass
@@ -138,7 +125,7 @@ def keeper(
             place_ahead, before_ahead = place, before
             if it + 1 < n + count:
                 place_ahead, before_ahead = turn_of(
-                    it + 1, own, about, turns_ptr, entry_s, ds_full, data, BM, HAS_MASK)  # fmt: skip
+                    it + 1, own, about, turns_ptr, entry_s, ds_full, data, BM, HAS_MASK, ORDER)  # fmt: skip
             mbarrier.wait(added, it & 1)
             pass_turn(place, own + 1)
             place, before = place_ahead, before_ahead
@@ -156,7 +143,7 @@ def sums_keeper(
 ):  # fmt: skip
     """The warp that sees to dq's sums: that they are added to in order, or cleared and collected on the way."""
     if ORDER:
-        keeper(turns_ptr, slots, signals, turns, sizes[6], data, BM, KV, HAS_MASK)
+        keeper(turns_ptr, slots, signals, turns, sizes[6], data, BM, KV, HAS_MASK, ORDER)
     else:
         clear_and_collect(shared, slots, signals, turns, sizes, BM, D, KV)
 
@@ -435,7 +422,8 @@ def halves_program(
 ):  # fmt: skip
     """Two halves of 128 keys, and the producer. BM: rows of a tile. D2: 0, or of 64 + D2 columns those after the
     first 64. KV: tiles of keys in shared memory. WORKER, LOADER: registers of a thread of each. ORDER: additions to
-    dq in a fixed order; turns_ptr: whose turn it is, a number below which all tiles of keys have added to a row tile.
+    dq in one of three fixed orders; turns_ptr: whose turn it is, a number below which all tiles of keys have added to
+    a row tile.
     AHEAD: dq's sums are cleared and collected on the way (`backward_sums`). BULK: the copy engine adds to them. SPLIT:
     the last tiles are cut (`backward_split`)."""
     dt: gl.constexpr = q_desc.dtype

@@ -18,14 +18,17 @@ from tilewise.backends.hopper.names import tma_load, tma_store
 FIELDS = gl.constexpr(14)
 """Numbers that tell the others about the program's keys: row tiles to come, b, KV head, first key in the sequence, its
 keys, its first key in the tensor, positions of its first row and key, its rows, and how many of the row tiles come
-first because some of their pairs may be hidden; where additions have an order, in the place after the next whether
-tiles of keys come from the last to the first; where dq is collected on the way (`clear_and_collect`), also the
+first because some of their pairs may be hidden; where the order of additions is flipped, in the place after the next
+whether this tile's is; where dq is collected on the way (`clear_and_collect`), also the
 tile's own number, and the first row tile of which dq is to be collected, and how many they are; where tiles of keys are
 cut (`backward_split`), in the place of the last two the range, and the first of the tile or a number below 0. At
 last whether no row of the first row tile (of 128, of its first 64) sees a key behind the first 64."""
 ENTRY = gl.constexpr(4)
 """Numbers that go with each row tile: its number in its head times 4, plus 2 if PARTIAL; its number among all; its
 head; where additions have an order, 0 if nobody has added to it yet."""
+BY_HEADS, SIDE_BY_SIDE, FLIPPED = gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
+"""In which order tiles of keys add to dq, where it has one: from the first keys on, each from the last rows on, head of
+a group by head, or the heads of a group side by side; or from the last keys on, each from the first rows on."""
 RING = gl.constexpr(4)
 """Row tiles that may be told about at once: more than there are stages."""
 

@@ -9,7 +9,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.backends.hopper.backward_rings import ENTRY, RING, key_tile, load_chunks, number, same, tiles_of
+from tilewise.backends.hopper.backward_rings import (
+    ENTRY,
+    FLIPPED,
+    RING,
+    SIDE_BY_SIDE,
+    key_tile,
+    load_chunks,
+    number,
+    number_here,
+    same,
+    tiles_of,
+)
 from tilewise.backends.hopper.backward_split import SECOND, piece_of
 from tilewise.backends.hopper.forward_place import offset_of
 from tilewise.backends.hopper.names import tma_load
@@ -20,15 +31,16 @@ LOG2 = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def place_of(unit, n_m, group, flip, ORDER: gl.constexpr, FLIP: gl.constexpr):
-    """(head of the group, row tile) of a number: head by head, or, where additions have an order, row tile by row tile.
-    Under a causal mask later tiles of keys have shorter walks: head by head, they would wait for the tile before
-    theirs at each head again. flip: whether numbers begin at the last rows, if FLIP."""
-    if ORDER:
+def place_of(unit, n_m, group, flip, ORDER: gl.constexpr):
+    """(head of the group, row tile) of a number: head by head, or the heads of a group SIDE_BY_SIDE: where each tile of
+    keys has a shorter walk than the one before it, it would wait for that one at each head again. flip: whether row
+    tiles are counted from the last, if FLIPPED; there are no groups then."""
+    if ORDER == SIDE_BY_SIDE:
         m = unit // group
         member = unit - m * group
-        if FLIP:
-            m = gl.where(flip > 0, gl.maximum(n_m - 1 - m, 0), m)
+    elif ORDER == FLIPPED:
+        m = gl.where(flip > 0, gl.maximum(n_m - 1 - unit, 0), unit)
+        member = unit * 0
     else:
         member = gl.minimum(unit // n_m, group - 1)
         m = unit - member * n_m
@@ -41,7 +53,7 @@ def codes_of(
 ):  # fmt: skip
     """A number for each of 32 row tiles of the group's heads: -1 if EMPTY, else its own times 4, plus 2 if PARTIAL."""
     unit = chunk * 32 + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    member, m = place_of(unit, n_m, group, flip, ORDER, ORDER and BM == 128)
+    member, m = place_of(unit, n_m, group, flip, ORDER)
     i0 = m * BM
     i1 = gl.minimum(i0 + BM, n_q) - 1
     h = g * group + member
@@ -56,7 +68,7 @@ def next_code(u, wanted, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, 
     chunk = (u + 1) // 32
     found = units * 4
     while (found == units * 4) & (chunk * 32 < units):
-        codes = codes_of(chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, 0, BM, False)
+        codes = codes_of(chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, 0, BM, 0)
         fits = (codes > u * 4 + 3) & (((codes & 2) == wanted) | (wanted == 1))
         found = gl.min(gl.where(fits, codes, units * 4), 0)
         chunk += 1
@@ -64,13 +76,29 @@ def next_code(u, wanted, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, 
 
 
 @gluon.jit
-def code_before(u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, flip, BM: gl.constexpr):
+def code_before(
+    u,
+    n_m,
+    units,
+    j0,
+    j1,
+    n_q,
+    group,
+    q_offset,
+    k_offset,
+    b,
+    g,
+    data,
+    flip,
+    BM: gl.constexpr,
+    ORDER: gl.constexpr,
+):
     """The number of the last row tile before u that is not EMPTY, of which there is one."""
     chunk = (u - 1) // 32
     found = -1
     while (found < 0) & (chunk >= 0):
         codes = codes_of(
-            chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, flip, BM, True
+            chunk, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, flip, BM, ORDER
         )
         found = gl.max(gl.where(codes < u * 4, codes, -1), 0)
         chunk -= 1
@@ -81,7 +109,7 @@ def code_before(u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, dat
 def later_hidden(code, n_m, j0, j1, n_q, group, q_offset, k_offset, b, g, data, BM: gl.constexpr):
     """1 if row tile `code` is PARTIAL and none of its first 64 rows sees a key from j0 + 64 on, else 0."""
     unit = code // 4 + gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    member, m = place_of(unit, n_m, group, 0, False, False)
+    member, m = place_of(unit, n_m, group, 0, 0)
     i0 = m * BM
     i1 = gl.minimum(i0 + 64, n_q) - 1
     h = g * group + member
@@ -123,9 +151,8 @@ def produce(
     _, heads, group, _, _, row_tiles, _, _ = sizes
     q_offset = offset_of(offsets[0], offsets[1], b, n_k - n_q, Q_OFFSET)
     k_offset = offset_of(offsets[2], offsets[3], b, 0, K_OFFSET)
-    FLIP: gl.constexpr = ORDER and HAS_MASK and BM == 128
     flip = 0
-    if FLIP:
+    if ORDER == FLIPPED:
         flip, n = flipped(t, n, sizes)
     j0 = n * BN
     j1 = gl.minimum(j0 + BN, n_k) - 1
@@ -172,7 +199,7 @@ def produce(
         put(about_s, at + f, about[f])
     if SKIP:
         put(about_s, at + 13, gl.where(count > 0, half, 0))
-    if FLIP:
+    if ORDER == FLIPPED:
         put(about_s, at + 11, flip)
     if SPLIT:
         put(about_s, at + 11, part)
@@ -204,7 +231,7 @@ def produce(
         if HAS_MASK:
             if ORDER:
                 code = code_before(
-                    u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, flip, BM)  # fmt: skip
+                    u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, flip, BM, ORDER)  # fmt: skip
             else:
                 wanted = gl.where(mixed, 1, gl.where(it < n0 + partial, 2, 0))
                 u = gl.where((wanted == 0) & (it == n0 + partial), start, u)
@@ -217,7 +244,7 @@ def produce(
             u -= 1
         else:
             u += 1
-        member, m = place_of(u, n_m, group, flip, ORDER, FLIP)
+        member, m = place_of(u, n_m, group, flip, ORDER)
         m += turn
         m = gl.where(m >= n_m, m - n_m, m)
         h = g * group + member
@@ -260,6 +287,7 @@ def flipped(t, n, sizes):
 @gluon.jit
 def keys_before(
     own, m, n_q, n_k, q_offset, k_offset, b, h, g, data, flip, key_tiles, BM: gl.constexpr, BN: gl.constexpr,
+    ORDER: gl.constexpr,
 ):  # fmt: skip
     """Of tile `own` of keys, by the order of additions: 1 + the number of the last one before it of which row tile m
     sees some; 0 if there is none. flip: whether that order is from the last keys to the first."""
@@ -270,7 +298,7 @@ def keys_before(
         block = end - 1 - gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
         at = gl.maximum(block, 0)
         there = block >= 0
-        if BM == 128:
+        if ORDER == FLIPPED:
             at = gl.where(flip > 0, key_tiles - 1 - at, at)
             there = there & (at * BN < n_k)
             at = gl.minimum(at, gl.cdiv(n_k, BN) - 1)
@@ -280,6 +308,23 @@ def keys_before(
         found = gl.max(gl.where((kind > 0) & there, block + 1, 0), 0)
         end -= 32
     return same(found)
+
+
+@gluon.jit
+def turn_of(
+    n, own, about, turns_ptr, entry_s, ds_full, data, BM: gl.constexpr, HAS_MASK: gl.constexpr, ORDER: gl.constexpr,
+):  # fmt: skip
+    """Of row tile number n: where its turn stands, and what stands there when it is the turn of tile `own` of keys."""
+    b, g, n_q, n_k, q_offset, k_offset, flip, key_tiles = about
+    mbarrier.wait(ds_full.index(n & 1), (n >> 1) & 1)
+    entry = (n % RING) * ENTRY
+    before = own
+    if HAS_MASK:
+        m, h = number_here(entry_s, entry) // 4, number_here(entry_s, entry + 2)
+        before = keys_before(
+            own, m, n_q, n_k, q_offset, k_offset, b, h, g, data, flip, key_tiles, BM, 128, ORDER
+        )
+    return turns_ptr + number_here(entry_s, entry + 1), before
 
 
 @gluon.jit

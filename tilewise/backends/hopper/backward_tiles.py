@@ -13,8 +13,10 @@ WIDEST_HALVES = 128
 
 LONG = 4096
 """Rows from which a third tile of rows in shared memory is worth more than a second tile of keys; masks hide half."""
-GROUPED_ROWS = 32768
-"""Rows of a head times KV heads that run abreast, where rows of a group's heads come in turn under a mask."""
+
+BY_HEADS, SIDE_BY_SIDE, FLIPPED = 1, 2, 3
+ROWS_SIDE_BY_SIDE, ROWS_FLIPPED = 32768, 65536
+"""Rows of a head times KV heads that run abreast, in these orders, of which `backward_rings` tells."""
 
 AHEAD = 4096
 """Rows from which sums of dq are cleared and collected on the way. At head dimension 128, and where walks are shorter,
@@ -28,17 +30,17 @@ ranges within a tile."""
 
 class BackwardPlan(NamedTuple):
     """d, dv: head dimensions of the kernels, filled up with zeros. width: columns of a chunk where tiles are cut.
-    swizzle: KV heads whose tiles run abreast. adds: dq is added up in memory, else it has a kernel of its own; ordered:
-    in a fixed order. rows: of a tile. stages, keys: tiles of rows and of keys in shared memory. second: 0, or of 64 +
-    `second` columns that products are made of, those after the first 64. bulk: the copy engine adds to dq's sums.
-    drawn: tiles of rows of wide heads are drawn, with q in registers."""
+    swizzle: KV heads whose tiles run abreast. adds: dq is added up in memory, else it has a kernel of its own; order:
+    0, or the fixed order of additions (`backward_rings`). rows: of a tile. stages, keys: tiles of rows and of keys in
+    shared memory. second: 0, or of 64 + `second` columns that products are made of, those after the first 64. bulk: the
+    copy engine adds to dq's sums. drawn: tiles of rows of wide heads are drawn, with q in registers."""
 
     d: int
     dv: int
     width: int
     swizzle: int
     adds: bool
-    ordered: bool
+    order: int
     rows: int
     stages: int
     keys: int
@@ -53,7 +55,7 @@ class BackwardPlan(NamedTuple):
     @property
     def fresh(self) -> bool:
         """The first tile of keys to add to sums of dq writes them."""
-        return self.ordered and self.second == 0
+        return self.order > 0 and self.second == 0
 
     @property
     def early(self) -> bool:
@@ -102,15 +104,27 @@ def heads_abreast(problem: Problem, walk: int, narrow: bool, drawn: bool) -> int
     return -(-units // -(-units // 8))
 
 
-def abreast(walk: int, rows: int, masked: bool, group: int) -> int:
+def order_of(problem: Problem, rows: int) -> int:
+    """The order in which tiles of keys add to dq; see `backward_rings`. Under a causal mask alone each has fewer row
+    tiles than the one before it, and all begin at the same ones; elsewhere those of a program's heads are far apart."""
+    if not problem.spec.hides_later_keys_alone:
+        return BY_HEADS
+    if problem.group > 1:
+        return SIDE_BY_SIDE
+    return FLIPPED if rows == 128 else BY_HEADS
+
+
+def abreast(walk: int, rows: int, masked: bool, order: int) -> int:
     """KV heads whose tiles run abreast where additions to dq have an order: the more, the fewer tiles of one head wait
     for each other, which is felt where walks of `walk` rows are short; but the more there is to hold in the
-    second-level cache, above all of grouped heads, which are walked side by side."""
+    second-level cache, above all where grouped heads are walked side by side, and where none waits for another."""
     steps = -(-walk // rows)
     if not masked:
         return 2 if steps > 128 else 4 if steps > 16 else 16
-    if group > 1:
-        return min(max(GROUPED_ROWS // max(walk, 1), 2), 16)
+    if order == SIDE_BY_SIDE:
+        return min(max(ROWS_SIDE_BY_SIDE // max(walk, 1), 2), 16)
+    if order == FLIPPED:
+        return min(max(ROWS_FLIPPED // max(walk, 1), 4), 16)
     if steps > 128:
         return 8
     return 16 if steps > 32 else 32 if steps > 8 else 64
@@ -124,24 +138,24 @@ def plan_backward(problem: Problem) -> BackwardPlan:
     if max(d, dv) <= WIDEST_HALVES:
         d = dv = max(d, dv)
     narrow, o, spec = max(d, dv) <= WIDEST_HALVES, problem.options, problem.spec
-    ordered = narrow and bool(o.deterministic or o.batch_invariant)
     # Narrow heads leave room for the scores of 128 rows, but not for slopes of terms beside them. Packed sequences were
     # not run with them.
     rows = 128 if narrow and d == 64 and spec.score is None and o.layout == "dense" else 64
+    order = order_of(problem, rows) if narrow and (o.deterministic or o.batch_invariant) else 0
     # Shared memory holds a third tile of rows, or the next tile of keys, which is wanted sooner where walks are short.
     # There is also room from which the copy engine adds and dk and dv leave: then the next keys come early.
     walk = s.seqlen_q // (s.batch if o.layout == "varlen" else 1)
     wide = d == dv == 128
-    bulk = wide and walk >= LONG and not ordered and spec.score is None and o.layout == "dense"
+    bulk = wide and walk >= LONG and not order and spec.score is None and o.layout == "dense"
     long = wide and walk >= (LONG if spec.keep is None else 2 * LONG)
     stages, keys = (3, 1) if bulk or long else (2, 2)
     swizzle = 1 if spec.keep is None else heads_abreast(problem, walk, narrow, d == 192 and dv <= 128)
-    if ordered:
-        swizzle = abreast(walk, rows, spec.keep is not None, max(problem.group, 1))
+    if order:
+        swizzle = abreast(walk, rows, spec.keep is not None, order)
     # Slopes of terms need those registers.
     drawn = d == 192 and dv <= 128 and spec.score is None
     second = 32 if 64 < max(s.head_dim, s.head_dim_v) <= 96 else 0
-    return BackwardPlan(d, dv, 64, swizzle, narrow, ordered, rows, stages, keys, second, bulk, drawn)
+    return BackwardPlan(d, dv, 64, swizzle, narrow, order, rows, stages, keys, second, bulk, drawn)
 
 
 class Way(NamedTuple):
@@ -184,7 +198,7 @@ def way_of(problem: Problem, sms: int) -> Way:
     # Tiles of so many heads are under way at once, or just done.
     running = -(-sms // key_tiles)
     lead, lag = plan.swizzle + 2 * running, plan.swizzle + 3 * running
-    ahead = plan.rows == 128 and not plan.ordered and not packed and s.seqlen_q >= AHEAD and lead < units
+    ahead = plan.rows == 128 and not plan.order and not packed and s.seqlen_q >= AHEAD and lead < units
     return Way(ahead, lead, lag, units, max(problem.group, 1) * row_tiles, key_tiles, plan.swizzle)
 
 
@@ -222,14 +236,14 @@ def may_split(problem: Problem) -> bool:
     """Whether all tiles of keys are as long, and dk and dv may be added up by several programs."""
     plan, spec = plan_backward(problem), problem.spec
     hidden = spec.keep is not None or problem.options.layout != "dense"
-    return plan.narrow and not (plan.ordered or hidden or spec.score is not None)
+    return plan.narrow and not (plan.order or hidden or spec.score is not None)
 
 
 def describe_backward(problem: Problem) -> str:
     """What the backward does, in a line of the plan."""
     plan = plan_backward(problem)
     keys = "tiles of 128 keys" if plan.narrow else "tiles of 64 keys, a warpgroup for each product's role"
-    if plan.ordered:
+    if plan.order:
         return f"backward: {keys}, which add to dq in float32 in the order of the keys"
     if plan.adds:
         return f"backward: {keys}, which add to dq in float32 in whatever order they come"

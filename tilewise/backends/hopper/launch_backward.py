@@ -226,7 +226,7 @@ class HopperCall(Call):
             lines.tiles, key_tiles, plan.swizzle, *((way.lead, way.lag, *cuts) if narrow else ()), _number(x.q_offset),
             _number(x.k_offset), s.head_dim, s.head_dim_v, x.scale,
         )  # fmt: skip
-        adds = {"ADD": dq is not None, "ORDER": dq is not None and plan.ordered, "AHEAD": ahead, "BULK": bulk,
+        adds = {"ADD": dq is not None, "ORDER": plan.order if dq is not None else 0, "AHEAD": ahead, "BULK": bulk,
                 "SPLIT": split}  # fmt: skip
         constants = self.flags() | plan.key_constants() | adds
         grid = cuts.draws if split else units * key_tiles
