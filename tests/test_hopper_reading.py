@@ -170,3 +170,40 @@ def test_a_child_of_fork_while_another_thread_reads_has_triton_as_it_was():
         "done.set(); print(os.waitpid(child, 0)[1])\n"
     )
     assert _printed(text) == ["0"]
+
+
+KEYS = """
+import sys
+from hopper_compile import spec_of
+import tilewise as tw
+from tilewise.backends.hopper import compile, source
+from tilewise.backends.hopper.backward_entries import EARLY, HALVES
+from tilewise.backends.triton.layout import Slots
+
+def compiled(source, **options):
+    print(name, source.hash())
+
+import triton
+triton.compile = compiled
+calls = {"causal": (tw.causal(), HALVES), "plain": (None, HALVES), "early": (tw.causal(), EARLY)}
+for name in sys.argv[1:]:
+    mask, entry = calls[name]
+    module = source.module_of(spec_of(mask)[0], Slots((), (), 0, 0, (), 0), entry.module, (entry,))
+    kernel = getattr(module, entry.name)
+    compile.compile_gluon(kernel, compile.Build((), (), tuple((n, 0) for n in kernel.arg_names), 4, 1))
+"""
+
+
+def test_names_in_the_cache_do_not_depend_on_what_was_compiled_before(tmp_path) -> None:
+    """Seen with Triton 3.6: another process, which compiled kernels in another order, did not find them."""
+    script = tmp_path / "keys.py"
+    script.write_text(KEYS)
+    found = set()
+    for order in (("causal",), ("early", "causal"), ("plain", "early", "causal")):
+        path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+        environment = os.environ | {"PYTHONPATH": path}
+        done = subprocess.run(
+            [sys.executable, script, *order], env=environment, capture_output=True, text=True, check=True
+        )
+        found |= {line for line in done.stdout.splitlines() if line.startswith("causal")}
+    assert len(found) == 1

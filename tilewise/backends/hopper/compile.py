@@ -12,6 +12,7 @@ import torch
 from tilewise.backends.hopper.reading import quick_reading
 from tilewise.backends.triton import compiler_digest, stored
 from tilewise.backends.triton.compile import POINTERS, Build, Launcher
+from tilewise.backends.triton.kernel_keys import settle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -72,6 +73,7 @@ def compile_gluon(kernel: Any, build: Build, target: Any = None) -> Any:
         "sanitize_overflow": False,
     }  # fmt: skip
     compiler_digest.recall()
+    settle(kernel)
     source = GluonASTSource(kernel, signature, values, attributes)
     with uncollected(), quick_reading():
         return triton.compile(source, target=target or GPUTarget("cuda", 90, 32), options=options)

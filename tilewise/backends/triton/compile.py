@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tilewise.backends.triton import compiler_digest
+from tilewise.backends.triton.kernel_keys import settle
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -76,6 +77,7 @@ def compile_kernel(kernel: Any, build: Build, target: Any = None) -> Any:
     if build.early:
         options["launch_pdl"] = True
     compiler_digest.recall()
+    settle(kernel)
     source = ASTSource(kernel, signature, values, attributes)
     return triton.compile(source, target=target, options=options)
 
