@@ -90,6 +90,31 @@ def test_gradient_of_a_bias_met_once(
     assert said == [True]
 
 
+SINGLE_LEAVES: dict[str, tuple] = {
+    "float64": (lambda s, h, i, j, t: s + t[h, i, j], (4, 5, 33), (5, 33)),
+    "one pair, by head": (lambda s, h, t: s + t[h], (4,), (1, 1)),
+    "one key, by row": (lambda s, h, i, t: s + t[h, i], (4, 5), (5, 1)),
+    "one row, by key": (lambda s, h, j, t: s + t[h, j], (4, 33), (1, 33)),
+}
+
+
+@pytest.mark.parametrize("kind", SINGLE_LEAVES)
+def test_gradient_of_a_leaf_met_once_that_is_not_turned(kind: str, poisoned_memory: None) -> None:
+    """Each number is one pair's, but the kernel adds it: what it adds to begins with 0."""
+    term, shape, (rows, keys) = SINGLE_LEAVES[kind]
+    tensors, leaf = draw(1, 4, 4, rows, keys, 16, 24), torch.randn(shape)
+    found = []
+    for wide, backend in ((torch.float64, "naive"), (torch.float32, "cpu")):
+        inputs = [t.to(wide).requires_grad_() for t in tensors]
+        own = leaf.to(torch.float64 if kind == "float64" else wide).requires_grad_()
+        scores = tw.custom_score(term, own)
+        out, lse = tw.attention(*inputs, scores=scores, return_lse=True, backend=backend)
+        weights = torch.linspace(-1, 1, out.numel()).view(out.shape).to(wide)
+        found.append(torch.autograd.grad((out * weights).sum() + lse.sum(), [*inputs, own]))
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-5)
+
+
 def test_gradient_of_a_leaf_read_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two splits of the keys would add to one element at one time: each has a sum of its own."""
     from tilewise.backends.cpu import leaf_sums

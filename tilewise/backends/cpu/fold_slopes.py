@@ -69,6 +69,7 @@ class Site:
         self.sums = [self.b.alloca(self.w.f) for _ in range(tile.vectors)]
         self.dimension = along_keys(node, tile.rank, tile.slots)
         self.stored = way == STORED
+        assert self.dimension is not None or not self.stored, "what is not turned is added, to zeros"
         if self.dimension is not None:
             self.buffer, self.addresses = room(self.b, F32, GROUP * STRIP), room(self.b, I64, STRIP)
             self.nowhere = room(self.b, F32, GROUP) if self.stored else None

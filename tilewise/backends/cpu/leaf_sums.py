@@ -13,6 +13,8 @@ import torch
 
 from tilewise import memory
 from tilewise.backends.cpu.fold_slopes import ADDED, NONE, STORED
+from tilewise.backends.cpu.slots import ELEMENTS
+from tilewise.backends.cpu.stage import WIDENED
 from tilewise.spec import expression as ex
 
 if TYPE_CHECKING:
@@ -40,7 +42,9 @@ def owned(problem: Problem, slot: int, in_turn: bool) -> bool:
 
 def met_once(problem: Problem, slot: int, leaf: Tensor) -> bool:
     """Whether each number of a leaf is read by one pair, and every pair is met: a bias of one number a pair, batch
-    entry and head, without a mask by which tiles would be left out."""
+    entry and head, without a mask by which tiles would be left out. Only what the kernels turn by squares is stored: a
+    leaf read by row and column whose type is widened (`stage.along_keys`), not one that a single row or key makes a
+    number a pair."""
     s = problem.shape
     sites = [site for site in ex.loads(problem.spec.score) if int(site.value) == slot]  # type: ignore[arg-type]
     if len(sites) != 1 or problem.spec.keep is not None or problem.options.layout != "dense":
@@ -48,8 +52,11 @@ def met_once(problem: Problem, slot: int, leaf: Tensor) -> bool:
     names = [str(index.value) if index.op == "var" else "" for index in sites[0].args]
     sizes = {"b": s.batch, "h": s.num_heads_q, "i": s.seqlen_q, "j": s.seqlen_k}
     whole = all(sizes.get(name) == n for name, n in zip(names, leaf.shape, strict=True))
+    whole = whole and ELEMENTS[leaf.dtype] in WIDENED
     return (
-        whole and set(names) >= {name for name, n in sizes.items() if n > 1} and len(set(names)) == len(names)
+        whole
+        and set(names) >= {"i", "j"} | {name for name, n in sizes.items() if n > 1}
+        and len(set(names)) == len(names)
     )
 
 

@@ -26,7 +26,7 @@ GROUP = 16
 """Keys turned at once."""
 AHEAD = 96
 """Keys ahead whose memory is asked for: the block of keys that comes next, so that it is in the second-level cache."""
-_WIDENED = {"f32": "fp32", "bf16": "bf16", "f16": "fp16"}
+WIDENED = {"f32": "fp32", "bf16": "bf16", "f16": "fp16"}
 
 
 def along_keys(node: Node, rank: dict[Node, int], slots: Slots) -> int | None:
@@ -35,7 +35,7 @@ def along_keys(node: Node, rank: dict[Node, int], slots: Slots) -> int | None:
     if node.op != "load" or rank[node] != LANE | KEY:
         return None
     element = slots.elements[int(node.value)]  # type: ignore[arg-type]
-    fits = (node.type == "bool" and element in ("i8", "u8")) or (node.type == "float" and element in _WIDENED)
+    fits = (node.type == "bool" and element in ("i8", "u8")) or (node.type == "float" and element in WIDENED)
     moving = [n for n, index in enumerate(node.args) if rank[index] & KEY]
     if not fits or len(moving) != 1 or node.args[moving[0]].op != "var":
         return None
@@ -102,7 +102,7 @@ class Stage:
         for lane in range(0, STRIP, w.lanes):
             for key in range(0, GROUP, w.lanes):
                 rows = [
-                    w.widen(start, key * step, _WIDENED[self.element])
+                    w.widen(start, key * step, WIDENED[self.element])
                     for start in starts[lane : lane + w.lanes]
                 ]
                 for n, row in enumerate(w.transpose(rows)):
