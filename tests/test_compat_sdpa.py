@@ -142,6 +142,15 @@ def test_causal_is_top_left_and_the_bias_objects_say_otherwise(lengths):
         )
 
 
+def test_a_causal_mask_made_for_other_lengths():
+    """Torch looks at the mask's own sizes: a square one is top-left, another one fits the call or is refused."""
+    q, k = randn(1, 2, 4, 8), randn(1, 2, 9, 8)
+    for made in (bias_module.causal_lower_right(3, 3), bias_module.causal_upper_left(3, 5)):
+        same(q, k, k, attn_mask=made)
+    with pytest.raises(tw.ShapeError, match=r"lengths \(3, 5\)"):
+        sdpa.scaled_dot_product_attention(q, k, k, attn_mask=bias_module.causal_lower_right(3, 5))
+
+
 def test_rows_that_see_nothing_are_zero_as_in_torch():
     allowed = torch.ones(3, 4, dtype=torch.bool)
     allowed[1] = False

@@ -57,7 +57,7 @@ def scaled_dot_product_attention(
     if attn_mask is not None and _is_causal_bias(attn_mask):
         if is_causal:
             raise OptionError("a causal attn_mask comes without is_causal=True")
-        is_causal, offset = True, _causal_offset(attn_mask)
+        is_causal, offset = True, _causal_offset(attn_mask, query, key)
     elif attn_mask is not None:
         mask, scores = _masks(attn_mask, lead, rank)
     out = attention(
@@ -128,9 +128,14 @@ def _is_causal_bias(attn_mask: Any) -> bool:
     return type(attn_mask).__name__ == "CausalBias" and hasattr(attn_mask, "variant")
 
 
-def _causal_offset(attn_mask: Any) -> int | None:
-    """Top-left, or bottom-right (None), by the mask's own sizes."""
-    return None if attn_mask.variant.name == "LOWER_RIGHT" else 0
+def _causal_offset(attn_mask: Any, q: Tensor, k: Tensor) -> int | None:
+    """Top-left, or bottom-right (None), by the mask's own sizes: as in torch, a square one is top-left."""
+    sizes = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
+    if attn_mask.variant.name != "LOWER_RIGHT" or sizes[0] == sizes[1]:
+        return 0
+    if sizes != (q.shape[-2], k.shape[-2]):
+        raise ShapeError(message(f"attn_mask was made for lengths {sizes}", {"query": q, "key": k}))
+    return None
 
 
 # ---- routing -------------------------------------------------------------------------------------------------
