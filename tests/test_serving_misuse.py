@@ -87,6 +87,9 @@ def test_an_advance_that_fits_no_sequence_changes_nothing(added):
     [
         {"mask": "causal"}, {"backend": "none"}, {"backend": "hopper"}, {"scale": "2"}, {"sink": torch.zeros(H + 1)},
         {"scores": 3}, {"dropout": 2.0}, {"q_offset": "last"}, {"mask": tw.key_padding(torch.ones(B + 1, 4).bool())},
+        {"out": 3}, {"out": torch.empty(B, H, 2, 3)}, {"out": torch.empty(B, H, 2, D).double()}, {"shared_prefix": 3},
+        {"out": torch.empty(B, H, 2, D, requires_grad=True)}, {"scores": tw.bias(torch.zeros(3))},
+        {"sink": torch.zeros(H, requires_grad=True), "out": torch.empty(B, H, 2, D)},
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("paged", [False, True])
@@ -106,6 +109,46 @@ def test_a_refused_call_writes_and_counts_nothing(wrong, paged):
     assert lengths == [2] * B
     expected = tw.attention(q, torch.cat((k, k), 2), torch.cat((v, v), 2))
     torch.testing.assert_close(tw.attention_with_cache(q, cache, k, v, **named), expected)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_bias_that_the_keys_outgrow_is_refused_before_they_are_written(paged):
+    """However often calls like it went before, and packed queries likewise."""
+    if paged:
+        cache = tw.PagedKVCache(32, 4, G, D)
+        named = {"sequences": [cache.new_sequence() for _ in range(B)]}
+    else:
+        cache, named = tw.KVCache.allocate(B, G, 32, D), {}
+    columns, rows = tw.bias(torch.randn(H, 1, 7)), tw.bias(torch.randn(H, 2, 1))
+    q, k, v = qkv(1)
+    for _ in range(7):
+        tw.attention_with_cache(q, cache, k, v, scores=columns, **named)
+    for _ in range(2):
+        with pytest.raises(tw.ShapeError, match="7 columns, and a sequence would hold 8 keys"):
+            tw.attention_with_cache(q, cache, k, v, scores=columns, **named)
+    assert (cache.length(0) if paged else int(cache.lengths[0])) == 7
+    tw.attention_with_cache(q, cache, k, v, **named)
+    with pytest.raises(tw.ShapeError, match="not 7"):
+        tw.attention_with_cache(q, cache, scores=columns, **named)
+    q = torch.randn(6, H, D)
+    for _ in range(2):
+        tw.attention_with_cache(q, cache, cu_seqlens_q=[0, 2, 4, 6], scores=rows, **named)
+    with pytest.raises(tw.ShapeError, match="not 2"):
+        tw.attention_with_cache(q, cache, cu_seqlens_q=[0, 2, 3, 6], scores=rows, **named)
+
+
+def test_terms_that_can_be_read_once_are_applied():
+    q, k, v = (4 * t for t in qkv(3))
+    cache = tw.KVCache.allocate(B, G, 16, D)
+    out = tw.attention_with_cache(q, cache, k, v, scores=(term for term in [tw.softcap(0.5)]))
+    torch.testing.assert_close(out, tw.attention(q, k, v, scores=tw.softcap(0.5)))
+
+
+def test_complex_keys_are_refused():
+    q, k, v = qkv(3)
+    cache = tw.KVCache.allocate(B, G, 16, D)
+    with pytest.raises(tw.DTypeError, match="real"):
+        tw.attention_with_cache(q, cache, k.to(torch.complex64), v)
 
 
 @pytest.mark.parametrize("sequences", [1, 1.0, "ab", [0.5], [None], [True], [[0], [1]], torch.tensor([0.0])])

@@ -345,17 +345,40 @@ def check_values(problem: Problem, inputs: Inputs) -> None:
         "i": longest_q,
         "j": longest_k,
     }
+    ragged = _ragged(problem)
     for slot, dim, name, divisor in _leaf_extents(problem.spec):
         needed = sizes[name]
         if needed is None:
             continue
-        if divisor is not None:
-            number = int(divisor.value if divisor.op == "const" else inputs.ints[divisor.value])  # type: ignore[arg-type, index]
-            needed = -(-needed // number) if number > 0 else needed
+        needed = -(-needed // _block(divisor, inputs))
         size = inputs.leaves[slot].shape[dim]
-        ragged = "ij" if problem.options.layout == "varlen" else "j" if problem.options.pages else ""
         if size not in (1, needed) and not (name in ragged and size >= needed):
             _refuse_leaf(problem, inputs, (slot, dim, name), needed)
+
+
+def _ragged(problem: Problem) -> str:
+    """The indices whose extents are no shape of a call's tensors, but values in its lengths."""
+    return "ij" if problem.options.layout == "varlen" else "j" if problem.options.pages else ""
+
+
+def _block(divisor: ex.Node | None, inputs: Inputs) -> int:
+    """By how much an index is divided; 1 where that is no positive number."""
+    if divisor is None:
+        return 1
+    number = int(divisor.value if divisor.op == "const" else inputs.ints[divisor.value])  # type: ignore[arg-type, index]
+    return max(number, 1)
+
+
+def room_of_leaves(problem: Problem, inputs: Inputs) -> tuple[int | None, int | None]:
+    """(rows, columns) of a sequence for which the leaves have numbers, where lengths say how many it has; None: any
+    number, or the call's shapes say it."""
+    ragged, room = _ragged(problem), dict[str, int]()
+    for slot, dim, name, divisor in _leaf_extents(problem.spec) if ragged else ():
+        size = inputs.leaves[slot].shape[dim]
+        if name in ragged and size != 1:
+            size *= _block(divisor, inputs)
+            room[name] = min(size, room.get(name, size))
+    return room.get("i"), room.get("j")
 
 
 def _refuse_leaf(problem: Problem, inputs: Inputs, where: tuple[int, int, str], needed: int) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from tilewise.checks import room_of_leaves
 from tilewise.dispatch import choose, registry
 from tilewise.memory_layout import laid_out_as
 from tilewise.ops import Attention, Numbers
@@ -109,10 +110,11 @@ apply_out: Any = super(torch.autograd.Function, KnownOut).apply
 
 
 class Ready(NamedTuple):
-    """A kind of call: how to run it without gradients, and its numbers for the way with them."""
+    """A kind of call: how to run it without gradients, its numbers for the way with them, and `room_of_leaves`."""
 
     run: Prepared
     numbers: Numbers
+    room: tuple[int | None, int | None]
 
 
 class Kinds(dict[tuple[Any, ...] | None, Ready | None]):
@@ -323,9 +325,10 @@ def remember(key: tuple[Any, ...], written: Written) -> None:
     problem = decode_problem(q, k, v, leaves, numbers.text)
     prepare = getattr(choose(problem), "prepare", None)
     prepared = None
+    room: tuple[int | None, int | None] = (None, None)
     if prepare is not None:
         inputs = decode_inputs(problem, (q, k, v, leaves), numbers.ints, numbers.floats, None)
-        prepared = prepare(problem, inputs)
+        prepared, room = prepare(problem, inputs), room_of_leaves(problem, inputs)
     if len(ready) >= MOST:
         ready.clear()
-    ready[key] = None if prepared is None else Ready(prepared, numbers._replace(run=prepared))
+    ready[key] = None if prepared is None else Ready(prepared, numbers._replace(run=prepared), room)

@@ -28,15 +28,21 @@ class Written(NamedTuple):
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """q, k, v in autocast's dtype, where autocast is on for their device; float64 is left alone, as torch does."""
+    """q, k, v in autocast's dtype, where autocast is on for their device."""
     kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
-    target = torch.get_autocast_dtype(kind)
-    return tuple(
-        x.to(target) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
-        for x in tensors
-    )
+    return tuple(x.to(autocast_type(x, kind)) if isinstance(x, Tensor) else x for x in tensors)
+
+
+def autocast_type(x: Tensor, kind: str | None = None) -> torch.dtype:
+    """The type that autocast gives x in an attention call on a kind of device, by default its own; float64 is left
+    alone, as torch does."""
+    kind = x.device.type if kind is None else kind
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    changes = x.is_floating_point() and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if changes else x.dtype
 
 
 def _offset(name: str, value: Any, batch: int) -> tuple[str, int, list[Tensor]]:

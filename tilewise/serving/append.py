@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.protocol import Append
-from tilewise.errors import ShapeError, message
+from tilewise.errors import DTypeError, ShapeError, message
 from tilewise.quick import is_compiling, len_dispatch_stack
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ def check_new(k: Tensor, v: Tensor, edges: Tensor | None, pools: tuple[Tensor, T
     packed = edges is not None
     rank, head, token = (3, 1, 0) if packed else (4, 1, 2)
     given = {"k_new": k, "v_new": v, "k": pools[0], "v": pools[1]}
+    if k.is_complex() or v.is_complex():
+        raise DTypeError(message("k_new and v_new are real numbers", given))
     if k.ndim != rank or v.ndim != rank:
         shapes = "(T, H_kv, D) and (T, H_kv, D_v)" if packed else "(B, H_kv, N, D) and (B, H_kv, N, D_v)"
         raise ShapeError(message(f"k_new and v_new are {shapes}", given))

@@ -14,9 +14,9 @@ from tilewise.quick import is_compiling
 from tilewise.serving.append import append, check_new, prepare
 from tilewise.serving.books import as_numbers
 from tilewise.serving.cache import CacheView, KVCache
-from tilewise.serving.cascade import attend_cascade
+from tilewise.serving.cascade import attend_cascade, check_cascade
 from tilewise.serving.paged import Batch, PagedKVCache, PagedLayer
-from tilewise.serving.read import attend_view, check_call
+from tilewise.serving.read import attend_view, check_call, check_out
 from tilewise.serving.rotary import (
     RotaryTable,
     as_table,
@@ -26,12 +26,13 @@ from tilewise.serving.rotary import (
     query_positions,
     turn,
 )
+from tilewise.spec.scores import ScoreTerm, as_terms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tilewise.serving.read import Kind
     from tilewise.spec.masks import Mask
-    from tilewise.spec.scores import ScoreTerm
 
 Edges = Tensor | list[int] | None
 MOST_FORMS = 256
@@ -132,10 +133,12 @@ def attention_with_cache(
     if table is not None:
         _check_rotary(view, q, edges_q, new, table, positions)
     options = (scale, q_offset, k_offset, h_offset, deterministic, batch_invariant, backend, allow_quadratic)
-    spec = (mask, scores, sink)
+    spec = (mask, scores if isinstance(scores, (ScoreTerm, tuple, list)) else as_terms(scores), sink)
     if new is not None and not is_compiling():
-        _check_inference(view)
-        kind = check_call(view, q, edges_q, spec, options, (dropout, seed))
+        following = (_added(new), shared_prefix)
+        kind = _check_before(view, q, edges_q, spec, options, (dropout, seed), following)
+    if out is not None:
+        check_out(out, q, view, spec)
     if books is not None:
         books.enter(new)
     if new is not None or table is not None:
@@ -155,7 +158,7 @@ def attention_with_cache(
             view, q, edges_q, spec, options, (dropout, seed), return_lse, kind=kind, looked=new is not None
         )
     if out is not None:
-        result = _into(out, result)
+        result = out.copy_(result)
     return (result, lse) if return_lse else result
 
 
@@ -197,6 +200,22 @@ def _form(q: Tensor, new: _New | None, table: RotaryTable | None) -> tuple[Any, 
         )
         form = (*form, *turned, style)
     return form
+
+
+def _check_before(
+    view: CacheView, q: Tensor, edges_q: Tensor | None, spec: tuple[Any, Any, Any], options: tuple[Any, ...],
+    random: tuple[float, Any], following: tuple[int | Tensor, int],
+) -> Kind | None:  # fmt: skip
+    """Raise what attention would raise once the new keys are written; gives what `check_call` gives.
+
+    following: how many keys are written, and how many the sequences are said to share.
+    """
+    added, shared_prefix = following
+    _check_inference(view)
+    kind = check_call(view, q, edges_q, spec, options, random, added)
+    if shared_prefix:
+        check_cascade(view, q, edges_q, shared_prefix, spec, options, random, added=added)
+    return kind
 
 
 def _check_inference(view: CacheView) -> None:
@@ -374,13 +393,3 @@ def _remember(view: CacheView, form: tuple[Any, ...], inputs: Append) -> None:
     if len(view.forms) >= MOST_FORMS:
         view.forms.clear()
     view.forms[form] = prepare(inputs) or FITS
-
-
-def _into(out: Tensor, result: Tensor) -> Tensor:
-    if out.shape != result.shape or out.dtype != result.dtype or out.device != result.device:
-        raise ShapeError(
-            message("out has the result's shape, dtype and device", {"out": out, "result": result})
-        )
-    if result.requires_grad or out.requires_grad:
-        raise OptionError("out= does not support autograd\nCall under torch.no_grad(), or without out=.")
-    return out.copy_(result)

@@ -39,27 +39,13 @@ def attend_cascade(
     """(out, lse) where the first `prefix` keys of every sequence are the pages of the first; as `attend_view`.
 
     debug: on a GPU, too, look whether every sequence holds the prefix in the same pages, by an assertion on the device.
-
-    Raises: OptionError for a prefix that is no whole number of pages, of views without a table or with padding;
-        ShapeError for one that not all sequences hold in the same pages (looked at on the CPU);
-        UnsupportedProblem for masks that hide a part of the prefix, and for what depends on row, sequence or position.
+    Raises as `check_cascade`.
     """
+    check_cascade(view, q, cu_seqlens_q, prefix, spec, options, random, debug=debug)
     mask, scores, sink = spec
-    size, table = view.k.shape[2], view.block_table
-    if table is None or view.leftpad is not None:
-        raise OptionError("a shared prefix lies in pages: shared_prefix takes a paged cache, without padding")
-    if prefix < 0 or prefix % size or prefix > view.capacity:
-        raise OptionError(
-            f"shared_prefix is a multiple of the page size {size} up to {view.capacity}, not {prefix}"
-        )
+    mask, size, table = as_mask(mask), view.k.shape[2], view.block_table
+    assert table is not None
     named = dict(zip(OPTIONS, options, strict=True))
-    if named["q_offset"] is not None or named["k_offset"] != 0 or random[0]:
-        raise OptionError("shared_prefix goes with neither offsets nor dropout")
-    if table.shape[0] == 0:
-        raise OptionError("shared_prefix needs a sequence")
-    _check_shared(view, table[:, : prefix // size], prefix, debug)
-    mask = as_mask(mask)
-    _refuse(view, q, cu_seqlens_q, mask, scores, prefix)
     folded = q if cu_seqlens_q is not None else q.transpose(1, 2).flatten(0, 1)
     scales = (view.k_scale, view.v_scale)
     # Its pages are full: no length to say, and on a GPU none to make.
@@ -67,7 +53,7 @@ def attend_cascade(
     head = CacheView(view.k, view.v, full, table[:1, : prefix // size], None, *scales, trusted=view.trusted)
     visible = AttentionSpec.parse(spec_text(mask, (), False, False))
     if visible.keep is not None and not visible.hides_later_keys_alone:  # those need no true positions
-        named |= {"k_offset": prefix, "q_offset": _first_positions(view, q, cu_seqlens_q)}
+        named |= {"k_offset": prefix, "q_offset": _first_positions(view.lengths, q, cu_seqlens_q)}
     after = view.lengths - prefix
     tail = CacheView(view.k, view.v, after, table[:, prefix // size :], None, *scales, trusted=view.trusted)
     given = tuple(named.values())
@@ -84,6 +70,33 @@ def attend_cascade(
     merged = merge(Partial(out, lse), Partial(*rest))  # type: ignore[arg-type]  # lse was asked for
     merged = merged if sink is None else merged.with_sink(sink)
     return merged.finalize(dtype=q.dtype), merged.lse
+
+
+def check_cascade(
+    view: CacheView, q: Tensor, cu_seqlens_q: Tensor | None, prefix: int, spec: tuple[Any, Any, Any],
+    options: tuple[Any, ...], random: tuple[float, Any], *, added: int | Tensor = 0, debug: bool = False,
+) -> None:  # fmt: skip
+    """Raise what `attend_cascade` raises, before so many more keys are written.
+
+    Raises: OptionError for a prefix that is no whole number of pages, of views without a table or with padding;
+        ShapeError for one that not all sequences hold in the same pages (looked at on the CPU);
+        UnsupportedProblem for masks that hide a part of the prefix, and for what depends on row, sequence or position.
+    """
+    size, table = view.k.shape[2], view.block_table
+    if table is None or view.leftpad is not None:
+        raise OptionError("a shared prefix lies in pages: shared_prefix takes a paged cache, without padding")
+    if prefix < 0 or prefix % size or prefix > view.capacity:
+        raise OptionError(
+            f"shared_prefix is a multiple of the page size {size} up to {view.capacity}, not {prefix}"
+        )
+    named = dict(zip(OPTIONS, options, strict=True))
+    if named["q_offset"] is not None or named["k_offset"] != 0 or random[0]:
+        raise OptionError("shared_prefix goes with neither offsets nor dropout")
+    if table.shape[0] == 0:
+        raise OptionError("shared_prefix needs a sequence")
+    lengths = view.lengths if isinstance(added, int) and not added else view.lengths + added
+    _check_shared(lengths, table[:, : prefix // size], prefix, debug)
+    _refuse(lengths, q, cu_seqlens_q, as_mask(spec[0]), spec[1], prefix)
 
 
 def _folded(part: Any, cu_seqlens_q: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -162,17 +175,17 @@ def _joined(a: Any, b: Any, sink: Tensor | None, dtype: torch.dtype) -> tuple[Te
     return join(a, b, sink, dtype)
 
 
-def _check_shared(view: CacheView, pages: Tensor, prefix: int, debug: bool) -> None:
+def _check_shared(lengths: Tensor, pages: Tensor, prefix: int, debug: bool) -> None:
     """Raise ShapeError unless every sequence holds the prefix, and in the same pages; looked at on the CPU, and with
     `debug` by an assertion on the device, without a synchronisation."""
-    if not can_look(pages) or not can_look(view.lengths):
+    if not can_look(pages) or not can_look(lengths):
         if debug:
-            right = (pages == pages[:1]).all() & (view.lengths >= prefix).all()
+            right = (pages == pages[:1]).all() & (lengths >= prefix).all()
             torch._assert_async(
                 right, f"not all sequences hold a shared prefix of {prefix} keys in the same pages"
             )
         return
-    shortest = int(view.lengths.min())
+    shortest = int(lengths.min())
     if shortest < prefix:
         raise ShapeError(f"a sequence of {shortest} keys does not hold a prefix of {prefix}")
     if bool((pages != pages[:1]).any()):
@@ -183,7 +196,7 @@ def _check_shared(view: CacheView, pages: Tensor, prefix: int, debug: bool) -> N
 
 
 def _refuse(
-    view: CacheView, q: Tensor, cu_seqlens_q: Tensor | None, mask: Mask, scores: Any, prefix: int
+    lengths: Tensor, q: Tensor, cu_seqlens_q: Tensor | None, mask: Mask, scores: Any, prefix: int
 ) -> None:
     """Raise UnsupportedProblem unless every query sees the whole prefix, and scores depend on head and score alone."""
     spec = AttentionSpec.parse(spec_text(Mask(), as_terms(scores), False, False))
@@ -200,17 +213,17 @@ def _refuse(
         raise UnsupportedProblem(
             f"the mask may hide a part of the first {prefix} keys from a query behind them\nLeave shared_prefix out."
         )
-    if can_look(view.lengths):
-        first = _first_positions(view, q, cu_seqlens_q)
+    if can_look(lengths):
+        first = _first_positions(lengths, q, cu_seqlens_q)
         if first.numel() and int(first.min()) < prefix:
             raise ShapeError(
                 f"queries of a shared prefix stand behind its {prefix} keys: one is at {int(first.min())}"
             )
 
 
-def _first_positions(view: CacheView, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
+def _first_positions(lengths: Tensor, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
     rows = q.shape[2] if cu_seqlens_q is None else cu_seqlens_q[1:] - cu_seqlens_q[:-1]
-    return view.lengths - rows
+    return lengths - rows
 
 
 @functools.lru_cache(maxsize=256)

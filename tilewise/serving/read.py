@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilewise import quick
-from tilewise.checks import check_cu_seqlens, check_pages, check_values
+from tilewise.checks import can_look, check_cu_seqlens, check_pages, check_values, room_of_leaves
 from tilewise.dispatch import choose, registry
-from tilewise.errors import ShapeError
+from tilewise.errors import DTypeError, OptionError, ShapeError, message
 from tilewise.ops import call
 from tilewise.problem import decode_inputs, decode_problem, is_lazy
 from tilewise.serving.cache import PLAIN, UNKNOWN
-from tilewise.written import Cached, write
+from tilewise.spec.masks import as_mask
+from tilewise.spec.scores import as_terms
+from tilewise.written import Cached, autocast_type, write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from tilewise.serving.cache import CacheView
     from tilewise.written import Written
 
+    Room = tuple[int | None, int | None]
     Kind = tuple[tuple[Any, ...] | None, Sequence[Tensor]]
     """What a call's preparation depends on (None: it is not known), and the tensors of its mask and scores."""
 
@@ -31,8 +35,9 @@ OPTIONS = (
 """The options of a call that are no tensors, in the order in which `attend_view` takes them."""
 
 
-_right: set[tuple[Any, ...]] = set()
-"""Kinds of calls that were found right: the queries that are attended may lie otherwise than those that were given."""
+_right: dict[tuple[Any, ...], Room] = {}
+"""Kinds of calls that were found right, as far as their leaves go: the queries that are attended may lie otherwise than
+those that were given."""
 
 
 def attend_pages(
@@ -85,7 +90,7 @@ def attend_view(
         if key is not None:
             key = (*key, None if cu_seqlens_q is None else cu_seqlens_q.shape, partial)
             found = quick.ready.get(key)
-            if found is not None:
+            if found is not None and _fits(found.room, view, cu_seqlens_q):
                 if view.k.is_cpu:
                     check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "T_q", q.shape[0])
                     if not view.trusted:
@@ -141,10 +146,10 @@ def write_view(
 
 def check_call(
     view: CacheView, q: Tensor, cu_seqlens_q: Tensor | None, spec: tuple[Any, Any, Any], options: tuple[Any, ...],
-    random: tuple[float, Any],
+    random: tuple[float, Any], added: int | Tensor = 0,
 ) -> Kind | None:  # fmt: skip
     """Raise what `attend_view` would raise for these arguments, before anything is written for them; gives the kind of
-    the call, if it had to be found out.
+    the call, if it had to be found out. added: keys that are about to be written.
 
     A kind of call that was made before is right as it is, and costs a look at what is known.
     """
@@ -158,7 +163,7 @@ def check_call(
         shape = None if cu_seqlens_q is None else cu_seqlens_q.shape
         if kind[0] is not None:
             key = (*kind[0], shape)
-            if key in _right:
+            if key in _right and _fits(_right[key], view, cu_seqlens_q, added):
                 if single and not kind[1] and view.checked is None:
                     view.checked = quick.like((q,), spec, options, None)
                 if view.k.is_cpu:
@@ -169,13 +174,32 @@ def check_call(
         view, q, cu_seqlens_q, spec, options, (dropout, 0 if seed is None else seed)
     )
     problem = decode_problem(q, k, v, rest, numbers.text)
-    check_values(problem, decode_inputs(problem, (q, k, v, rest), numbers.ints, numbers.floats, drawn))
+    inputs = decode_inputs(problem, (q, k, v, rest), numbers.ints, numbers.floats, drawn)
+    check_values(problem, inputs)
+    room = room_of_leaves(problem, inputs)
+    if not _fits(room, view, cu_seqlens_q, added):
+        raise ShapeError(
+            f"a leaf of {'+'.join(problem.spec.names)} has numbers for {room[1]} columns, and a sequence would hold "
+            f"{int((view.lengths + added).max())} keys"
+        )
     choose(problem)
     if kind is not None and kind[0] is not None:
         if len(_right) >= quick.MOST:
             _right.clear()
-        _right.add(key)
+        _right[key] = room
     return kind
+
+
+def _fits(room: Room, view: CacheView, cu_seqlens_q: Tensor | None, added: int | Tensor = 0) -> bool:
+    """Whether leaves have numbers for every row and column, with so many more keys; True where nobody may look."""
+    rows, columns = room
+    if (rows is None and columns is None) or not can_look(view.k):
+        return True
+    if rows is not None and cu_seqlens_q is not None and int(cu_seqlens_q.diff().max()) > rows:
+        return False
+    if columns is None or (view.lengths is not None and not len(view.lengths)):
+        return True
+    return (view.capacity if view.lengths is None else int((view.lengths + added).max())) <= columns
 
 
 def key_of(view: CacheView, q: Tensor, spec: tuple[Any, Any, Any], options: tuple[Any, ...]) -> Kind:
@@ -210,6 +234,23 @@ def key_of(view: CacheView, q: Tensor, spec: tuple[Any, Any, Any], options: tupl
             return None, ()
     kinds = (type(options[1]), type(options[2]), type(options[3]))
     return ("cache", view.kind, q.shape, q.stride(), q.dtype, made, options, kinds, registry.version), extra
+
+
+def check_out(out: Any, q: Tensor, view: CacheView, spec: tuple[Any, Any, Any]) -> None:
+    """Raise unless the result can be written to `out`; nothing has been computed yet."""
+    if not isinstance(out, Tensor):
+        raise DTypeError(f"out is a tensor, not {type(out).__name__}")
+    shape, kind = (*q.shape[:-1], view.v.shape[-1]), autocast_type(q)
+    if tuple(out.shape) != shape or out.dtype != kind or out.device != q.device:
+        rule = f"out has the result's shape, dtype and device: {shape}, {kind}, {q.device}"
+        raise ShapeError(message(rule, {"out": out, "q": q}))
+    mask, scores, sink = spec
+    terms = [as_mask(mask).term, *[s.term for s in as_terms(scores)]]
+    inputs = [q, view.k, view.v, sink, *[t for term in terms if term is not None for t in term.leaves]]
+    if out.requires_grad or (
+        torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
+    ):
+        raise OptionError("out= does not support autograd\nCall under torch.no_grad(), or without out=.")
 
 
 def check_view(view: CacheView) -> None:
