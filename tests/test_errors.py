@@ -232,3 +232,20 @@ def test_tensors_without_strides_are_refused_with_a_remedy(kind):
     ):
         with pytest.raises(tw.UnsupportedProblem, match=f"(?s)with strides, not.*({remedy}|dense)"):
             call()
+
+
+@pytest.mark.parametrize("name", ["q_offset", "k_offset"])
+@pytest.mark.parametrize("far", [2**30 + 1, -(2**31), 2**40])
+def test_offsets_in_tensors_stay_within_int32_like_those_that_are_numbers(name, far):
+    q = torch.randn(2, 1, 3, 8)
+    for offset in (far, torch.tensor([0, far])):
+        with pytest.raises(tw.OptionError, match=f"{name} is {far}, and offsets stay within"):
+            tw.attention(q, q, q, mask=tw.causal(), **{name: offset})
+    with pytest.raises(tw.OptionError, match="offsets stay within"):
+        tw.attention_with_cache(q, tw.KVCache.allocate(2, 1, 8, 8), q, q, **{name: torch.tensor([0, far])})
+
+
+@pytest.mark.parametrize("cap", ["30", None, float("nan"), -1.0, torch.ones(2)])
+def test_a_cap_that_is_no_positive_number(cap):
+    with pytest.raises(tw.OptionError, match="softcap is"):
+        tw.softcap(cap)

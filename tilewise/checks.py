@@ -6,7 +6,6 @@ look would be a synchronisation.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,16 +13,17 @@ from torch import Tensor
 
 from tilewise.dtypes import lookup
 from tilewise.errors import DeviceError, DTypeError, OptionError, ShapeError, UnsupportedProblem, message
-from tilewise.spec import expression as ex
+from tilewise.leaf_extents import check_extents
 from tilewise.spec.scores import LARGEST
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tilewise.problem import Inputs, Problem
-    from tilewise.spec.attention import AttentionSpec
 
 DENSE = {"q": "(B, H, N_q, D)", "k": "(B, H_kv, N_k, D)", "v": "(B, H_kv, N_k, D_v)"}
+FAR = 2**30
+"""Offsets stay within this, so that a position and the distance of two positions fit int32."""
 FLOAT8 = torch.float8_e4m3fn
 PACKED = {"q": "(T_q, H, D)", "k": "(T_k, H_kv, D)", "v": "(T_k, H_kv, D_v)"}
 
@@ -213,6 +213,14 @@ def check_h_offset(h_offset: object) -> int:
     return h_offset  # type: ignore[return-value]  # a SymInt passes as an int
 
 
+def check_offset(name: str, value: int | torch.SymInt) -> None:
+    """Raise OptionError for a position offset beyond FAR."""
+    if not -FAR <= value <= FAR:
+        raise OptionError(
+            f"{name} is {value}, and offsets stay within +-2**30: positions and their distances are int32"
+        )
+
+
 def check_int_tensor(name: str, t: Tensor, length: int | None = None) -> None:
     """Raise unless t is a 1-d (or one-element) integer tensor, of the given length if one is given."""
     if not isinstance(t, Tensor):
@@ -225,21 +233,6 @@ def check_int_tensor(name: str, t: Tensor, length: int | None = None) -> None:
 
 
 # ---- values --------------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=512)
-def _leaf_extents(spec: AttentionSpec) -> tuple[tuple[int, int, str, ex.Node | None], ...]:
-    """(leaf, dimension, variable, divisor) for each index that is a bare variable, or one divided by a number."""
-    found = set()
-    for keep in (spec.keep, spec.score):
-        for site in ex.loads(keep) if keep is not None else ():
-            for dim, index in enumerate(site.args):
-                divisor = None
-                if index.op == "floordiv" and index.args[1].op in ("const", "int_scalar"):
-                    index, divisor = index.args
-                if index.op == "var" and str(index.value) in "bhgij":
-                    found.add((int(site.value), dim, str(index.value), divisor))  # type: ignore[arg-type]
-    return tuple(sorted(found, key=lambda x: x[:3]))
 
 
 def _longest(cu_seqlens: Tensor | None) -> int | None:
@@ -331,6 +324,10 @@ def check_values(problem: Problem, inputs: Inputs) -> None:
         _check_used("seqused_k", inputs.seqused_k, inputs.cu_seqlens_k)
     if problem.options.pages:
         check_lengths(problem, inputs)
+    for name, offset in (("q_offset", inputs.q_offset), ("k_offset", inputs.k_offset)):
+        if isinstance(offset, Tensor) and can_look(offset):
+            for value in offset.tolist():
+                check_offset(name, value)
     if not inputs.leaves:
         return
     if problem.options.layout == "varlen":
@@ -345,50 +342,4 @@ def check_values(problem: Problem, inputs: Inputs) -> None:
         "i": longest_q,
         "j": longest_k,
     }
-    ragged = _ragged(problem)
-    for slot, dim, name, divisor in _leaf_extents(problem.spec):
-        needed = sizes[name]
-        if needed is None:
-            continue
-        needed = -(-needed // _block(divisor, inputs))
-        size = inputs.leaves[slot].shape[dim]
-        if size not in (1, needed) and not (name in ragged and size >= needed):
-            _refuse_leaf(problem, inputs, (slot, dim, name), needed)
-
-
-def _ragged(problem: Problem) -> str:
-    """The indices whose extents are no shape of a call's tensors, but values in its lengths."""
-    return "ij" if problem.options.layout == "varlen" else "j" if problem.options.pages else ""
-
-
-def _block(divisor: ex.Node | None, inputs: Inputs) -> int:
-    """By how much an index is divided; 1 where that is no positive number."""
-    if divisor is None:
-        return 1
-    number = int(divisor.value if divisor.op == "const" else inputs.ints[divisor.value])  # type: ignore[arg-type, index]
-    return max(number, 1)
-
-
-def room_of_leaves(problem: Problem, inputs: Inputs) -> tuple[int | None, int | None]:
-    """(rows, columns) of a sequence for which the leaves have numbers, where lengths say how many it has; None: any
-    number, or the call's shapes say it."""
-    ragged, room = _ragged(problem), dict[str, int]()
-    for slot, dim, name, divisor in _leaf_extents(problem.spec) if ragged else ():
-        size = inputs.leaves[slot].shape[dim]
-        if name in ragged and size != 1:
-            size *= _block(divisor, inputs)
-            room[name] = min(size, room.get(name, size))
-    return room.get("i"), room.get("j")
-
-
-def _refuse_leaf(problem: Problem, inputs: Inputs, where: tuple[int, int, str], needed: int) -> None:
-    slot, dim, name = where
-    meaning = {"b": "batch", "h": "query head", "g": "KV head", "i": "row", "j": "column"}[name]
-    leaf = inputs.leaves[slot]
-    raise ShapeError(
-        message(
-            f"leaf {slot} of {'+'.join(problem.spec.names)} is indexed by {meaning} in dimension {dim}, "
-            f"whose size is 1 or {needed}, not {leaf.shape[dim]}",
-            {f"leaf {slot}": leaf, "q": inputs.q, "k": inputs.k},
-        )
-    )
+    check_extents(problem, inputs, sizes)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from tilewise.checks import room_of_leaves
 from tilewise.dispatch import choose, registry
+from tilewise.leaf_extents import room_of_leaves
 from tilewise.memory_layout import laid_out_as
 from tilewise.ops import Attention, Numbers
 from tilewise.problem import decode_inputs, decode_problem, is_lazy

@@ -15,9 +15,6 @@ from tilewise.spec.attention import spec_text
 from tilewise.spec.masks import as_mask
 from tilewise.spec.scores import as_terms
 
-FAR = 2**30
-"""Offsets stay within this, so that a position and the distance of two positions fit int32."""
-
 
 class Written(NamedTuple):
     """A call as the op layer takes it."""
@@ -54,10 +51,7 @@ def _offset(name: str, value: Any, batch: int) -> tuple[str, int, list[Tensor]]:
         return "tensor", 0, [value.reshape(-1)]
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise OptionError(f"{name} is an int or an int tensor of shape (B,), not {value!r}")
-    if not -FAR <= value <= FAR:
-        raise OptionError(
-            f"{name} is {value}, and offsets stay within +-2**30: positions and their distances are int32"
-        )
+    checks.check_offset(name, value)
     return "int", value, []  # type: ignore[return-value]  # a SymInt passes as an int
 
 

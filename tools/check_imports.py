@@ -24,7 +24,7 @@ FLOORS = (
     ("transforms", "state", "analysis", "rotary", "testing.cases", "testing.grid", "testing.poison"),
     ("backends",),
     ("dispatch",),
-    ("checks", "recorders", "vmap", "ops"),
+    ("leaf_extents", "checks", "recorders", "vmap", "ops"),
     ("api", "plan", "quick", "written"),
     ("distributed", "serving"),
     ("cli", "compat", "nn", "testing"),

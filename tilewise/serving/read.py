@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilewise import quick
-from tilewise.checks import can_look, check_cu_seqlens, check_pages, check_values, room_of_leaves
+from tilewise.checks import can_look, check_cu_seqlens, check_pages, check_values
 from tilewise.dispatch import choose, registry
 from tilewise.errors import DTypeError, OptionError, ShapeError, message
+from tilewise.leaf_extents import room_of_leaves
 from tilewise.ops import call
 from tilewise.problem import decode_inputs, decode_problem, is_lazy
 from tilewise.serving.cache import PLAIN, UNKNOWN

@@ -175,9 +175,13 @@ def softcap(cap: float) -> ScoreTerm:
 
     Source: Gemma 2 report, 2024, section 2, https://arxiv.org/abs/2408.00118.
     """
-    if not 0 < cap < LARGEST:
-        raise OptionError(f"softcap is {cap}, and must be positive and finite")
-    return ScoreTerm(Softcap.bind(floats=(float(cap),)))
+    try:
+        number = math.nan if isinstance(cap, str) else float(cap)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number < LARGEST:
+        raise OptionError(f"softcap is {cap!r}, and must be a number that is positive and finite")
+    return ScoreTerm(Softcap.bind(floats=(number,)))
 
 
 def relative(table: Tensor, bucket: Tensor | None = None) -> ScoreTerm:
