@@ -34,6 +34,21 @@ def test_census_is_counted_by_hand_for_a_window():
     assert plan.flops == 2 * plan.pairs[0] * (8 + 8)
 
 
+def test_a_call_of_a_million_tokens_is_counted_in_parts(monkeypatch):
+    """Its tiles are too many to be classified at once: they took 9 GB."""
+    from tilewise import plan as module
+
+    sizes, classify = [], module.classify_tiles
+    monkeypatch.setattr(module, "classify_tiles", lambda *a: sizes.append(classify(*a)) or sizes[-1])
+    monkeypatch.setattr(module, "MOST_TILES", 1 << 12)
+    shapes = ((1, 8, 2**16, 64),) * 3
+    plan = tw.explain(*shapes, mask=tw.causal() & tw.window(100, 0), backend="blockwise")
+    assert max(classes.numel() for classes in sizes) <= 1 << 12 and len(sizes) > 7
+    rows, columns = 2**16 // plan.schedule.block_q, 2**16 // plan.schedule.block_k
+    assert sum(plan.census) == rows * columns and plan.census[1] * 4 > rows and plan.census[2] == 0
+    assert plan.pairs[0] == plan.census[1] * plan.schedule.block_q * plan.schedule.block_k
+
+
 def test_reasons_and_refusals():
     plan = tw.explain((1, 2, 8, 4), (1, 2, 8, 4), (1, 2, 8, 4), dtype=torch.float64)
     assert plan.backend == "blockwise"

@@ -38,7 +38,8 @@ def test_classes_are_sound(tree, call, block_q, block_k, data):
     b_lo = data.draw(st.integers(0, len(call.q_offset) - 1))
     b_hi = data.draw(st.integers(b_lo, len(call.q_offset) - 1))
     grid = call.grid(block_q, block_k, b_lo, b_hi)
-    classes = classify_tiles(tree, grid, call.leaves, call.ints, call.floats)
+    slabs = list(grid.slabs(data.draw(st.sampled_from([1, 7, 10**9]))))  # looked at in parts, or at once
+    classes = torch.cat([classify_tiles(tree, part, call.leaves, call.ints, call.floats) for part in slabs])
     assert classes.shape == (grid.num_q_tiles, grid.num_k_tiles) and classes.dtype == torch.uint8
     for dtype in (torch.float32, torch.float64):
         visible = call.values(tree, dtype, b_lo, b_hi)
@@ -63,6 +64,19 @@ def test_masks_of_the_cases_are_sound(feature, offsets):
 
 
 # ---- exactness ---------------------------------------------------------------------------------------------
+
+
+def test_slabs_are_rows_of_the_whole_grid():
+    ids, allowed = torch.randint(0, 4, (1, 50)).sort(-1)[0], torch.rand(1, 1, 50, 41) < 0.9
+    grid = TileGrid(4, 5, 50, 41, 3, 3)
+    for mask in (masks.causal() & masks.window(9, 0), masks.document(ids, ids[:, :41]), masks.dense(allowed)):
+        term = mask.term
+        keep = AttentionSpec.parse(spec_text(mask, (), False, False)).keep
+        whole = classify_tiles(keep, grid, term.leaves, term.ints, term.floats)
+        for most in (1, 20, 400):
+            parts = [classify_tiles(keep, s, term.leaves, term.ints, term.floats) for s in grid.slabs(most)]
+            assert len(parts) == {1: 13, 20: 7, 400: 1}[most]
+            torch.testing.assert_close(torch.cat(parts), whole)
 
 
 def check_exact(mask: masks.Mask, visible: torch.Tensor, grid: TileGrid) -> None:

@@ -15,7 +15,7 @@ from tilewise.backends.protocol import Schedule
 from tilewise.dispatch import candidates, registry
 from tilewise.errors import OptionError, ShapeError
 from tilewise.problem import Inputs, Problem, decode_inputs, decode_problem
-from tilewise.spec.tiles import EMPTY, FULL, TileGrid, classify_tiles
+from tilewise.spec.tiles import EMPTY, TileGrid, classify_tiles
 from tilewise.written import Cached, Packing, pack, write
 
 if TYPE_CHECKING:
@@ -123,6 +123,8 @@ def _meta(x: Tensor | tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(x, dtype=dtype, device="meta")
 
 
+MOST_TILES = 1 << 20
+"""Tiles that are classified at once, so that explaining a long call takes little memory."""
 _DOOR_ONLY = ("return_lse", "out", "device", "dtype", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
               "seqused_q", "seqused_k", "backward", "machine", "pages", "block_table", "leftpad_k", "k_scale",
               "v_scale")  # fmt: skip
@@ -300,8 +302,13 @@ def _count_tiles(
         segment.first_batch, segment.first_batch + segment.entries - 1,
         problem.shape.num_heads_q, problem.shape.num_heads_kv,
     )  # fmt: skip
-    classes = classify_tiles(problem.spec.keep, grid, inputs.leaves, inputs.ints, inputs.floats)
-    counts = [int((classes == kind).sum()) for kind in (EMPTY, 1, FULL)]
-    rows, columns = grid.rows(), grid.columns()
-    area = (rows.hi - rows.lo + 1) * (columns.hi - columns.lo + 1)
-    return counts, int((area * (classes != EMPTY)).sum())
+    if problem.spec.keep is None:
+        return [0, 0, grid.num_q_tiles * grid.num_k_tiles], segment.seqlen_q * segment.seqlen_k
+    counts, pairs = [0, 0, 0], 0
+    for slab in grid.slabs(MOST_TILES):
+        classes = classify_tiles(problem.spec.keep, slab, inputs.leaves, inputs.ints, inputs.floats)
+        counts = [n + int((classes == kind).sum()) for kind, n in enumerate(counts)]
+        rows, columns = slab.rows(), slab.columns()
+        visited = (classes != EMPTY).to(torch.int64) @ (columns.hi - columns.lo + 1).reshape(-1)
+        pairs += int(((rows.hi - rows.lo + 1).reshape(-1) * visited).sum())
+    return counts, pairs

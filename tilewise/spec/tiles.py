@@ -8,7 +8,7 @@ scores. Leaves are summarised where they live; only tables of one entry per bloc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,7 @@ from tilewise.spec import expression as ex
 from tilewise.spec.interval import Interval, evaluate, everything, float_interval, int_interval
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
@@ -31,6 +31,7 @@ class TileGrid:
 
     Row i has position i + offset, where the offset is somewhere in q_offset_lo..q_offset_hi (it may differ
     per batch entry); columns likewise. Batch entries b_lo..b_hi inclusive. The last tiles may be ragged.
+    Of the tiles along the rows those from slab_first to slab_stop are looked at; slab_stop 0: all of them.
     """
 
     block_q: int
@@ -45,11 +46,13 @@ class TileGrid:
     b_hi: int = 0
     num_heads_q: int = 1
     num_heads_kv: int = 1
+    slab_first: int = 0
+    slab_stop: int = 0
 
     @property
     def num_q_tiles(self) -> int:
         """Tiles along the rows."""
-        return -(-self.seqlen_q // self.block_q)
+        return (self.slab_stop or -(-self.seqlen_q // self.block_q)) - self.slab_first
 
     @property
     def num_k_tiles(self) -> int:
@@ -58,7 +61,15 @@ class TileGrid:
 
     def rows(self) -> Interval:
         """First and last row of each tile, (num_q_tiles, 1)."""
-        return _blocks(self.seqlen_q, self.block_q, (-1, 1))
+        rows = _blocks(self.seqlen_q, self.block_q, (-1, 1))
+        slab = slice(self.slab_first, self.slab_stop or None)
+        return Interval(rows.lo[slab], rows.hi[slab])
+
+    def slabs(self, most: int) -> Iterator[TileGrid]:
+        """The grid in slabs of about so many tiles, for who looks at one after another."""
+        step = max(most // max(self.num_k_tiles, 1), 1)
+        for first in range(0, self.num_q_tiles, step):
+            yield replace(self, slab_first=first, slab_stop=min(first + step, self.num_q_tiles))
 
     def columns(self) -> Interval:
         """First and last column of each tile, (1, num_k_tiles)."""
@@ -158,6 +169,8 @@ def _load(leaf: Tensor, node: ex.Node, indices: tuple[Interval, ...], tiles: Til
         if node.args[n] in blocks:
             lo = _block_extreme(lo, dim, *blocks[node.args[n]], torch.amin)
             hi = _block_extreme(hi, dim, *blocks[node.args[n]], torch.amax)
+            if node.args[n] is _ROW:
+                lo, hi = (t.narrow(dim, tiles.slab_first, tiles.num_q_tiles) for t in (lo, hi))
     dtype = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}[node.type]
     lo, hi = torch.stack((lo, hi)).to(dtype).cpu()
     for dim, n in enumerate(kept):
