@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -231,6 +232,37 @@ def test_gathered_leaves_repeat_with_several_threads(backend):
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(run, runs[0]) for run in runs)
+
+
+class Biased(torch.nn.Module):
+    """Terms that are made once, of parameters with fewer dimensions than the kernels read."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(2, 5, 5))
+        self.slopes = torch.nn.Parameter(torch.rand(2))
+        self.scores = [tw.bias(self.table), tw.alibi(self.slopes)]
+
+    def forward(self, x):
+        return tw.attention(x, x, x, scores=self.scores)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_terms_of_a_copied_module_read_its_own_parameters(how, tmp_path):
+    model, x = Biased(), torch.randn(1, 2, 5, 8)
+    if how == "torch.save":
+        torch.save(model, tmp_path / "model.pt")
+        other = torch.load(tmp_path / "model.pt", weights_only=False)
+    else:
+        other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    for one in (model, other):
+        one(x).square().sum().backward()
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(theirs.grad, mine.grad)
+        assert bool(mine.grad.any())
+    with torch.no_grad():
+        other.table.add_(torch.randn(2, 5, 5))
+    assert not torch.equal(other(x), model(x))
 
 
 def test_a_copied_and_a_pickled_model_train_alike(tmp_path):

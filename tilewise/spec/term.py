@@ -38,6 +38,26 @@ class Term(NamedTuple):
             self.floats + other.floats,
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For copies and pickles: a view of a parameter becomes a view of the parameter's copy, and learns with it."""
+        return _restored, (self.text, tuple(_held(leaf) for leaf in self.leaves), self.ints, self.floats)
+
+
+def _held(leaf: Tensor) -> tuple[Tensor, int]:
+    """The parameter that a leaf is a view of, and the dimensions added in front; (leaf, 0) for any other."""
+    base = leaf._base
+    if base is None or leaf.is_leaf or not base.is_leaf:
+        return leaf, 0
+    added = leaf.ndim - base.ndim
+    same = added > 0 and leaf.shape == (*(1,) * added, *base.shape) and leaf.stride()[added:] == base.stride()
+    return (base, added) if same and leaf.storage_offset() == base.storage_offset() else (leaf, 0)
+
+
+def _restored(
+    text: str, held: tuple[tuple[Tensor, int], ...], ints: tuple[int, ...], floats: tuple[float, ...]
+) -> Term:
+    return Term(text, tuple(t[(None,) * added] if added else t for t, added in held), ints, floats)
+
 
 def atom_text(
     name: str, leaves: tuple[tuple[str, int], ...], num_ints: int, num_floats: int, root: ex.Node
