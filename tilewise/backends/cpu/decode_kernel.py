@@ -25,7 +25,7 @@ from tilewise.backends.cpu.dot_rows import build_rows
 from tilewise.backends.cpu.forward_kernel import build_close
 from tilewise.backends.cpu.isa import LINE, STRIP
 from tilewise.backends.cpu.loops import EMPTY, FULL, JIT, Loops, build_loops, call_fold, f32, kernel
-from tilewise.backends.cpu.micro import ROW, load_f32, load_i64, store_i64, take
+from tilewise.backends.cpu.micro import ROW, load_f32, load_i64, store_i64, take, take_some
 from tilewise.backends.cpu.page_rows import build_sources
 from tilewise.backends.cpu.parameters import DECODE_BLOCK, LANES, SEGMENT, P
 from tilewise.backends.cpu.row_micro import ROWS, RowMicro
@@ -237,14 +237,22 @@ def build_window(isa: Isa, micro: RowMicro, loops: Loops) -> Any:
                 touch(load_i64(rows, x))
 
     @njit(**JIT)
-    def list_rows(a, seg, unit, keys, n, rows_k, rows_v):
-        head = unit if load_i64(a, P.packed) else unit // load_i64(a, P.group)
-        from_k, from_v = sources(a, seg, head)
-        rows_of(from_k, keys, n + MOST_AHEAD + 16, rows_k)
-        rows_of(from_v, keys, n + MOST_AHEAD + 16, rows_v)
+    def list_rows(a, seg, unit, keys, n, tables, follows):
+        """Addresses of the rows of n keys from keys[0] on and of those that come after them, up to keys[1] and then of
+        the task that follows: (its segment, 0 where none does, unit, first key, end)."""
+        packed, group = load_i64(a, P.packed), load_i64(a, P.group)
+        from_k, from_v = sources(a, seg, unit if packed else unit // group)
+        count = n + MOST_AHEAD + 16
+        rows_of(from_k, keys, count, tables[0])
+        rows_of(from_v, keys, count, tables[1])
         if from_k[3]:
-            touch_pages(rows_k, from_k, keys[0], n)
-            touch_pages(rows_v, from_v, keys[0], n)
+            touch_pages(tables[0], from_k, keys[0], n)
+            touch_pages(tables[1], from_v, keys[0], n)
+        there = keys[1] - keys[0]
+        if there < count and follows[0]:
+            from_k, from_v = sources(a, follows[0], follows[1] if packed else follows[1] // group)
+            rows_of(from_k, follows[2:], count - there, tables[0] + there * 8)
+            rows_of(from_v, follows[2:], count - there, tables[1] + there * 8)
 
     @njit(**JIT)
     def agreed(a, w, each, rows, key, end, block):
@@ -272,9 +280,9 @@ def build_window(isa: Isa, micro: RowMicro, loops: Loops) -> Any:
         return max(min(load_i64(a, P.page_size), MOST_AHEAD) // span, 1) * span
 
     @njit(**JIT)
-    def attend(a, w, seg, unit, rows, span, count, shared, tables):
+    def attend(a, w, seg, unit, rows, span, count, shared, tables, follows):
         """span = (first key, end); shared = (bytes of a head's scratch, of a row of q, of acc, scores, bytes of a
-        head's); tables = (room for addresses of rows of k, of v)."""
+        head's); tables = (room for addresses of rows of k, of v); follows: as in `list_rows`."""
         each, q_row, acc_row, s, s_each = shared
         together, block = load_i64(a, P.together), load_i64(a, P.key_block)
         behind = span[0]
@@ -282,7 +290,7 @@ def build_window(isa: Isa, micro: RowMicro, loops: Loops) -> Any:
             n = agreed(a, w, each, rows, behind, span[1], block) if together > 1 else 0
             q = w + LANES.tile
             if n:
-                list_rows(a, seg, unit, (behind, span[1]), n, tables[0], tables[1])
+                list_rows(a, seg, unit, (behind, span[1]), n, tables, follows)
                 tiles = (q, q + STRIP * q_row, s, q_row, acc_row)
                 absorb_heads(a, w, (together, each, s_each, chunk_of(a)), tiles, n, tables, count)
             here, least = behind, span[1]
@@ -295,7 +303,8 @@ def build_window(isa: Isa, micro: RowMicro, loops: Loops) -> Any:
                     q = at + LANES.tile
                     kind, m = next_run(a, at, rows, key, span[1], block)
                     if kind != EMPTY:
-                        list_rows(a, seg, unit + t, (key, span[1]), m, tables[0], tables[1])
+                        later = (follows[0], follows[1] + t, follows[2], follows[3])
+                        list_rows(a, seg, unit + t, (key, span[1]), m, tables, later)
                         tiles = (q, q + STRIP * q_row, s, q_row, acc_row)
                         absorb(a, at, seg, tiles, (kind, key, m), tables, count)
                     key += m
@@ -353,6 +362,28 @@ def build_decode(isa: Isa, dtype: str) -> Any:
         if wrong:
             store_i64(a, P.flag, 1)
 
+    @njit(**JIT)
+    def next_task(a, task, left):
+        """(task, tasks from it on that are this thread's, 0 where none is left). A thread takes several at once, half
+        of its share of what is left: so it reads on where it is, and asks for the next task's rows in time."""
+        if left > 1:
+            return task + 1, left - 1
+        total = load_i64(a, P.num_tasks)
+        some = max((total - load_i64(a, P.task)) // (2 * load_i64(a, P.threads)), 1)
+        task = take_some(a + P.task * 8, some)
+        return task, max(min(some, total - task), 0)
+
+    @njit(**JIT)
+    def place_of(a, task):
+        """(segment, split, first head, first key, end of the keys) of a task."""
+        seg = segment_of(a, task)
+        splits, chunk = load_i64(seg, SEGMENT.splits), load_i64(seg, SEGMENT.chunk)
+        local = task - load_i64(seg, SEGMENT.first_task)
+        split = local % splits
+        first = max(split * chunk, load_i64(seg, SEGMENT.first))
+        end = min(load_i64(seg, SEGMENT.keys), split * chunk + chunk)
+        return seg, split, local // splits * load_i64(a, P.together), first, end
+
     def decode(a):
         w = load_i64(a, P.scratch) + take(a + P.thread * 8) * load_i64(a, P.scratch_bytes)
         group, together, block = load_i64(a, P.group), load_i64(a, P.together), load_i64(a, P.key_block)
@@ -362,17 +393,18 @@ def build_decode(isa: Isa, dtype: str) -> Any:
         s = w + together * each
         rows_k = s + (block + STRIP) * ROW + together * s_each
         tables = (rows_k, rows_k + ADDRESSES)
+        task, left = 0, 0
         while True:
-            task = take(a + P.task * 8)
-            if task >= load_i64(a, P.num_tasks):
+            task, left = next_task(a, task, left)
+            if left == 0:
                 break
-            seg = segment_of(a, task)
-            splits, chunk = load_i64(seg, SEGMENT.splits), load_i64(seg, SEGMENT.chunk)
+            seg, split, unit, first, end = place_of(a, task)
             count = load_i64(seg, SEGMENT.rows) * (group if load_i64(a, P.packed) else 1)
-            local = task - load_i64(seg, SEGMENT.first_task)
-            split, unit = local % splits, local // splits * together
-            first, end = max(split * chunk, load_i64(seg, SEGMENT.first)), split * chunk + chunk
-            end = min(load_i64(seg, SEGMENT.keys), end)
+            follows = (0, 0, 0, 0)
+            if left > 1:
+                later = place_of(a, task + 1)
+                if later[3] < later[4]:
+                    follows = (later[0], later[2], later[3], later[4])
             rows = (0, 0)
             for t in range(together):
                 rows = begin(a, w + t * each, seg, unit + t, count, q_row, acc_row)
@@ -380,7 +412,7 @@ def build_decode(isa: Isa, dtype: str) -> Any:
             clear(a, s, end - first)
             for t in range(1, together):
                 fill(s + t * s_each, s_each // 4, f32(0.0))
-            attend(a, w, seg, unit, rows, (first, end), count, (each, q_row, acc_row, s, s_each), tables)
+            attend(a, w, seg, unit, rows, (first, end), count, (each, q_row, acc_row, s, s_each), tables, follows)
             for t in range(together):
                 at = w + t * each
                 finish(a, at, seg, split, count, acc_row, at + LANES.tile + STRIP * q_row)

@@ -38,7 +38,8 @@ PARTS = 1 << 18
 """float32 of the parts of a split call up to which a block keeps memory for them."""
 _Q, _K, _V, _OUT, _LSE, _SPEC = P.q, P.k, P.v, P.out, P.lse, P.spec
 _SEGMENTS, _NUM_SEGMENTS = P.segments, P.num_segments
-_TASK, _THREAD, _FLAG, _SCRATCH, _NUM_TASKS = P.task, P.thread, P.flag, P.scratch, P.num_tasks
+_TASK, _THREAD, _FLAG, _SCRATCH = P.task, P.thread, P.flag, P.scratch
+_NUM_TASKS, _THREADS = P.num_tasks, P.threads
 _free_scratch: dict[int, list[tuple[Tensor, int]]] = {}
 """(memory, its first whole line) by size in bytes. What a run takes is its own until it puts it back."""
 KEPT_KEYS = 1 << 24
@@ -267,17 +268,18 @@ class Forward:
             if merge:
                 set_parts(block, splits)
             alone = launcher is None or pool.is_forked()
+            used = values[_THREADS] = 1 if alone else min(threads, get_num_threads())
             if alone:
                 worker(block.address)
             else:
-                launcher(function, block.address, min(threads, get_num_threads()), 0)
+                launcher(function, block.address, used, 0)  # type: ignore[misc]
             if merge:
                 values[_TASK] = values[_THREAD] = 0
                 values[_NUM_TASKS] = merged
                 if alone:
                     merger(block.address)  # type: ignore[misc]
                 else:
-                    launcher(merge, block.address, min(threads, get_num_threads()), 0)
+                    launcher(merge, block.address, used, 0)  # type: ignore[misc]
             finite = values[_FLAG] == 0
             scratches.append(scratch)
             blocks.append(block)
@@ -326,6 +328,7 @@ class Forward:
             values[_NUM_TASKS] = tasks
             parts = set_parts(block, splits) if splits > 1 else None
             used = 1 if launcher is None or pool.is_forked() else min(threads, get_num_threads(), tasks)
+            values[_THREADS] = used
             if used > 1:
                 launcher(function, block.address, used, 0)  # type: ignore[misc]
             else:

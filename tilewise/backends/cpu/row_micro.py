@@ -27,6 +27,7 @@ from numba.core import cgutils
 
 from tilewise.backends.cpu.ahead import ASKED, LINE, Ahead
 from tilewise.backends.cpu.micro import Micro, _emit, _void, f32, i64
+from tilewise.backends.cpu.rows_in_order import HEADS, scores_by_key
 from tilewise.backends.cpu.words import F32, I1, I8, I32, I64
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 ROWS = 4
 """Rows of q that share a vector of k or v: 4 x 2 sums hide the latency of a multiply-add on AVX2."""
-TURN = 4
+TURN = 1
 """Keys of one turn of `weighted`: what a turn costs beside its products counts where a neighbour shares the core."""
 TOUCHED = 4
 """Lines at the beginning of a page that are asked for early: with one, what fetches ahead by itself begins later."""
@@ -185,8 +186,8 @@ class RowMicro(Micro):
         together = keys_at_once(self.lanes, rows)
         unrolled = max(LINE // (self.lanes * self.size), 1)
 
-        def body(b, k, k_off, keys, q, q_row, dim, s, s_row, asked, asked_off, lines, scale):
-            w = self.words(b)
+        def body(w, k, k_off, keys, q, q_row, dim, s, s_row, asked, asked_off, lines, scale):
+            b = w.b
             groups = b.sdiv(b.add(keys, I64(together - 1)), I64(together))
             from_q = [b.add(q, b.mul(q_row, I64(r))) for r in range(rows)]
             with cgutils.for_range(b, groups, intp=I64) as loop:
@@ -219,6 +220,24 @@ class RowMicro(Micro):
                 self._store_scores(
                     w, [b.load(cell) for cell in sums], b.add(s, b.mul(first, s_row)), s_row, rows
                 )
+
+        return self._by_key_or(body, rows, None)
+
+    def _by_key_or(self, several: Callable[..., None], rows: int, dot: Callable | None) -> Any:
+        """`scores` by one key after another where the head's size has such a loop and lines are asked for, else by
+        several(w, ...)."""
+        sizes = HEADS if rows == ROWS and self.spread and (dot or self.paired == 1) else ()
+
+        def body(b, *args):
+            w, dim, lines = self.words(b), args[5], args[10]
+            asks, done = b.icmp_signed(">", lines, I64(0)), b.append_basic_block("scored")
+            for size in sizes:
+                with b.if_then(b.and_(asks, b.icmp_signed("==", dim, I64(size)))):
+                    scores_by_key(self, w, args, rows, size, dot)
+                    b.branch(done)
+            several(w, *args)
+            b.branch(done)
+            b.position_at_end(done)
 
         arguments = "k, k_off, keys, q, q_row, dim, s, s_row, asked, asked_off, lines, scale"
         return _emit(_void(11, f32), body, arguments)
@@ -298,12 +317,12 @@ class RowMicro(Micro):
         something is asked for beside."""
         b, (v, v_off, keys), (p, p_row), rows = w.b, source, weights, len(sums) // count
         offset, done = b.add(b.mul(at, I64(self.size)), v_off), I64(0)
-        for turn in (TURN, 1) if ask else (1,):
+        for turn in (TURN, 1) if ask and TURN > 1 else (1,):
             turns = b.sdiv(b.sub(keys, done), I64(turn))
             with cgutils.for_range(b, turns, intp=I64) as loop:
                 first = b.add(done, b.mul(loop.index, I64(turn)))
                 table, weight = b.add(v, b.mul(first, I64(8))), b.add(p, b.mul(first, p_row))
-                if ask and turn > 1:
+                if ask and turn == TURN:
                     ask()
                 for n in range(turn):
                     base, of_key = (
