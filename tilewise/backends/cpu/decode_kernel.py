@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from numba import njit
 
+from tilewise.backends.cpu.combine_kernel import build_merge
 from tilewise.backends.cpu.dot_rows import build_rows
 from tilewise.backends.cpu.forward_kernel import build_close
 from tilewise.backends.cpu.isa import LINE, STRIP
 from tilewise.backends.cpu.loops import EMPTY, FULL, JIT, Loops, build_loops, call_fold, f32, kernel
-from tilewise.backends.cpu.micro import ROW, load_f32, load_i64, store_i64, take, take_some
+from tilewise.backends.cpu.micro import ROW, arrive, load_f32, load_i64, store_i64, take, take_some
 from tilewise.backends.cpu.page_rows import build_sources
-from tilewise.backends.cpu.parameters import DECODE_BLOCK, LANES, SEGMENT, P
+from tilewise.backends.cpu.parameters import DECODE_BLOCKS, LANES, SEGMENT, P
 from tilewise.backends.cpu.row_micro import ROWS, RowMicro
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ CLOSE, FEW = 4 * STRIP, 4 * ROWS
 """Bytes of a row of scores that no code of the spec folds, and of weights; FEW where there are ROWS rows at most."""
 MOST_AHEAD = 64
 """Rows asked for in advance, at most: the addresses of so many more than a block's keys are written down."""
-ADDRESSES = 8 * (DECODE_BLOCK + MOST_AHEAD + 16 + 8)
+ADDRESSES = 8 * (max(DECODE_BLOCKS.values()) + MOST_AHEAD + 16 + 8)
 """Bytes of the addresses of a block's rows; 16 is the most that one step of `scores` takes, 8 what
 is written with a vector."""
 SPAN = 4096
@@ -321,6 +322,7 @@ def build_decode(isa: Isa, dtype: str) -> Any:
     micro = build_rows(isa, dtype)
     loops = build_loops(isa, micro)
     attend, close_rows = build_window(isa, micro, loops), build_close(isa, micro)
+    merge = build_merge(isa, micro)
     segment_of, set_lanes, fill, pack_row = loops.segment_of, loops.set_lanes, loops.fill, micro.pack_row
     finish_narrow, finish_wide, lanes = micro.finish_row(dtype), micro.finish_row("fp32"), isa.lanes
 
@@ -339,11 +341,19 @@ def build_decode(isa: Isa, dtype: str) -> Any:
         return rows
 
     @njit(**JIT)
-    def clear(a, s, keys):
-        """Lanes that are no rows are read too. A split may end before the first key that is no padding."""
+    def clear(a, s, keys, count, several):
+        """Lanes that are no rows are read too: all but those of a few rows, which are met together. A split may end
+        before the first key that is no padding. several: whether these scores are met with those of other heads,
+        which no code of the spec folds."""
         most = max(min(load_i64(a, P.key_block), keys), 0)
-        fill(s, most * STRIP, f32(0.0))
-        if load_i64(a, P.fold_full) | load_i64(a, P.fold_partial) | load_i64(a, P.dropout):
+        folds = load_i64(a, P.fold_full) | load_i64(a, P.fold_partial) | load_i64(a, P.dropout)
+        if several:
+            folds = 0
+        if count > ROWS or folds:
+            fill(s, most * STRIP, f32(0.0))
+        elif count == 1:
+            fill(s, (most + STRIP) // STRIP * STRIP * ROWS, f32(0.0))
+        if folds:
             for x in range(most):
                 fill(s + x * ROW, STRIP, f32(0.0))
 
@@ -361,6 +371,17 @@ def build_decode(isa: Isa, dtype: str) -> Any:
                 wrong |= finish_narrow(acc + x * acc_row, dim_v, inverse, to)
         if wrong:
             store_i64(a, P.flag, 1)
+
+    @njit(**JIT)
+    def merge_last(a, w, seg, unit):
+        """Where this was the last of a head's splits, their merge: who comes last does it, in the order of the splits."""
+        number = (seg - load_i64(a, P.segments)) // (SEGMENT.size * 8)
+        at = load_i64(a, P.arrived) + (number * load_i64(a, P.heads) + unit) * 8
+        if arrive(at) + 1 == load_i64(seg, SEGMENT.splits):
+            store_i64(at, 0, 0)
+            group = load_i64(a, P.group) if load_i64(a, P.packed) else 1
+            for h in range(unit * group, unit * group + group):
+                merge(a, w, seg, h)
 
     @njit(**JIT)
     def next_task(a, task, left):
@@ -409,12 +430,14 @@ def build_decode(isa: Isa, dtype: str) -> Any:
             for t in range(together):
                 rows = begin(a, w + t * each, seg, unit + t, count, q_row, acc_row)
                 store_i64(w + t * each + POSITION, 0, first)
-            clear(a, s, end - first)
-            for t in range(1, together):
-                fill(s + t * s_each, s_each // 4, f32(0.0))
+            for t in range(together):
+                clear(a, s + t * s_each, end - first, count, t > 0)
             attend(a, w, seg, unit, rows, (first, end), count, (each, q_row, acc_row, s, s_each), tables, follows)
             for t in range(together):
                 at = w + t * each
                 finish(a, at, seg, split, count, acc_row, at + LANES.tile + STRIP * q_row)
+            if load_i64(seg, SEGMENT.splits) > 1:
+                for t in range(together):
+                    merge_last(a, w, seg, unit + t)
 
     return decode

@@ -46,7 +46,7 @@ SOURCES = {
     "widen": (*_EMITTERS, "pair_launch", "loops", "widen_kernel"),
     "append": (*_EMITTERS, "loops", "append_kernel"),
     "combine": (*_EMITTERS, "loops", "ahead", "rows_in_order", "row_micro", "combine_kernel"),
-    "decode": (*_EMITTERS, *_ROWS, "loops", "page_rows", "forward_kernel", "decode_kernel"),
+    "decode": (*_EMITTERS, *_ROWS, "loops", "page_rows", "forward_kernel", "combine_kernel", "decode_kernel"),
     "backward": (
         *_EMITTERS,
         *_PAIRS,
