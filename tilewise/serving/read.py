@@ -119,7 +119,8 @@ def _run_again(like: quick.Like, view: CacheView, q: Tensor, want_lse: bool) -> 
     if like.differentiable:
         result = quick.run(like.found, (q, view.k, view.v), more, want_lse)
         return result if want_lse else (result, None)  # type: ignore[return-value]
-    return like.found.run(q, view.k, view.v, more, want_lse)
+    found: quick.Ready = like.found
+    return found.run(q, view.k, view.v, more, want_lse)
 
 
 def write_view(

@@ -63,7 +63,7 @@ def build_merge(isa: Isa, micro: RowMicro) -> Any:
 
 @kernel
 def build_combine(isa: Isa, dtype: str) -> Any:
-    """The worker that merges the splits of the keys, one head of a segment a task. `decode_kernel` merges them itself."""
+    """The worker that merges the splits of the keys, one head of a segment a task; `decode_kernel` merges its own."""
     merge = build_merge(isa, RowMicro(isa, dtype))
 
     def combine(a):

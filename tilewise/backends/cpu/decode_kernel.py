@@ -374,7 +374,7 @@ def build_decode(isa: Isa, dtype: str) -> Any:
 
     @njit(**JIT)
     def merge_last(a, w, seg, unit):
-        """Where this was the last of a head's splits, their merge: who comes last does it, in the order of the splits."""
+        """Where this was the last of a head's splits to be done, their merge, in the order of the splits."""
         number = (seg - load_i64(a, P.segments)) // (SEGMENT.size * 8)
         at = load_i64(a, P.arrived) + (number * load_i64(a, P.heads) + unit) * 8
         if arrive(at) + 1 == load_i64(seg, SEGMENT.splits):
@@ -432,7 +432,9 @@ def build_decode(isa: Isa, dtype: str) -> Any:
                 store_i64(w + t * each + POSITION, 0, first)
             for t in range(together):
                 clear(a, s + t * s_each, end - first, count, t > 0)
-            attend(a, w, seg, unit, rows, (first, end), count, (each, q_row, acc_row, s, s_each), tables, follows)
+            attend(
+                a, w, seg, unit, rows, (first, end), count, (each, q_row, acc_row, s, s_each), tables, follows
+            )
             for t in range(together):
                 at = w + t * each
                 finish(a, at, seg, split, count, acc_row, at + LANES.tile + STRIP * q_row)

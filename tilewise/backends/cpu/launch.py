@@ -150,7 +150,9 @@ def decode_scratch(problem: Problem, heads: int) -> int:
     rows = sum(-(-d // lanes) * lanes for d in (s.head_dim, s.head_dim_v))
     block = key_block(problem, True)
     each = LANES.tile + STRIP * rows * 4 + (block + STRIP) * 4 * STRIP
-    return heads * each + (block + STRIP) * 4 * BLOCK_ROWS + 16 * (max(DECODE_BLOCKS.values()) + 64 + 64) + 1024
+    return (
+        heads * each + (block + STRIP) * 4 * BLOCK_ROWS + 16 * (max(DECODE_BLOCKS.values()) + 64 + 64) + 1024
+    )
 
 
 def scratch_bytes(problem: Problem) -> int:

@@ -52,9 +52,9 @@ of its row of the table of pages, 0 where its keys lie in one piece. first: the 
 the number, among all rows of the call, of the row before its first."""
 
 DECODE_BLOCKS, DECODE_BLOCK = {16: 256}, 128
-"""Keys of a block of `decode_kernel`, by lanes, and those of others: long runs of k and of v in turn. At 64 memory gave a
-tenth less, at 256 no more (measured on Zen 3, bf16 heads of 128: 0.65, 0.73 and 0.71 of what torch.sum reads); on Zen 5
-256 give 1.04, and 512 no more in bf16, 1.02 in fp32."""
+"""Keys of a block of `decode_kernel`, by lanes, and those of others: long runs of k and of v in turn. At 64 memory gave
+a tenth less, at 256 no more (measured on Zen 3, bf16 heads of 128: 0.65, 0.73 and 0.71 of what torch.sum reads); on
+Zen 5 256 give 1.04, and 512 no more in bf16, 1.02 in fp32."""
 DECODE_LEAST = 64
 """Keys of a sequence from which `decode_kernel` takes it."""
 

@@ -54,7 +54,9 @@ def scores_by_key(
                 # What is unknown keeps its place among the products.
                 later, address = w.unknown(later), w.unknown(address)
                 micro.prefetch(b, b.add(later, I64(n * step)))
-            numbers = w.widen(address, n * step, micro.dtype) if dot is None else w.load(address, n * step, w.i)
+            numbers = (
+                w.widen(address, n * step, micro.dtype) if dot is None else w.load(address, n * step, w.i)
+            )
             for r, row in enumerate(kept[n] if kept else row_of_q(n)):
                 sums[r] = w.fma(numbers, row, sums[r]) if dot is None else dot(w, sums[r], numbers, row)
         micro._store_scores(w, sums, b.add(s, b.mul(loop.index, s_row)), s_row, rows, factor)
