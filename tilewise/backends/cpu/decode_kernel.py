@@ -41,6 +41,9 @@ another, so that those asked for later come too late (spans of 8 and 16 KiB, 4 K
 long)."""
 POSITION = LANES.numbers + 192
 """Where a head's scratch holds the next key that it meets."""
+RUN = 8192
+"""Keys of the tasks that a thread takes at once: of 4096 keys of eight heads a quarter, of long caches one task. What a
+thread holds that another process keeps from running waits with it."""
 CLOSE, FEW = 4 * STRIP, 4 * ROWS
 """Bytes of a row of scores that no code of the spec folds, and of weights; FEW where there are ROWS rows at most."""
 MOST_AHEAD = 64
@@ -385,12 +388,13 @@ def build_decode(isa: Isa, dtype: str) -> Any:
 
     @njit(**JIT)
     def next_task(a, task, left):
-        """(task, tasks from it on that are this thread's, 0 where none is left). A thread takes several at once, half
-        of its share of what is left: so it reads on where it is, and asks for the next task's rows in time."""
+        """(task, tasks from it on that are this thread's, 0 where none is left). A thread takes several short ones at
+        once, up to half of its share of what is left: so it reads on where it is, and asks for the next task's rows."""
         if left > 1:
             return task + 1, left - 1
         total = load_i64(a, P.num_tasks)
         some = max((total - load_i64(a, P.task)) // (2 * load_i64(a, P.threads)), 1)
+        some = min(some, max(RUN // load_i64(load_i64(a, P.segments), SEGMENT.chunk), 1))
         task = take_some(a + P.task * 8, some)
         return task, max(min(some, total - task), 0)
 
