@@ -1,7 +1,8 @@
 """One query a sequence over caches, on the processor: in one piece and in scattered pages, beside SDPA over tensors in
 one piece, and a few queries at once.
 
-    OMP_PROC_BIND=true python benchmarks/cpu_cache.py [bf16 fp32 fp16] [--quick] [--output benchmarks/results/cpu.jsonl]
+    OMP_PROC_BIND=true python benchmarks/cpu_cache.py [bf16 fp32 fp16] [--rows 1,8] [--quick]
+        [--output benchmarks/results/cpu.jsonl]
 
 All through their calls with outputs allocated inside, in one process, interleaved, the order changing; medians and
 quartiles. `read_gbytes` is the median of what torch.sum reads, between the calls: `share` is the part of it that
@@ -93,11 +94,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("dtypes", nargs="*", default=list(DTYPES), help=", ".join(DTYPES))
+    parser.add_argument("--rows", default="1,2,4,8", help="queries of a sequence, as 1,8")
     parser.add_argument("--quick", action="store_true", help="few sizes, short budgets")
     parser.add_argument("--output", type=Path, help="JSON lines are appended here")
     chosen = parser.parse_args()
     torch.manual_seed(0)
     command = " ".join(["OMP_PROC_BIND=true python benchmarks/cpu_cache.py", *chosen.dtypes])
+    command += "" if chosen.rows == "1,2,4,8" else f" --rows {chosen.rows}"
 
     def write(found: dict) -> None:
         found["command"] = command + (" --quick" if chosen.quick else "")
@@ -106,12 +109,13 @@ def main() -> None:
             with chosen.output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(found) + "\n")
 
+    chosen_rows = [int(n) for n in chosen.rows.split(",")]
     cells = [(1, 4096), (8, 4096)] if chosen.quick else [(1, 4096), (1, 32768), (8, 4096), (8, 32768)]
     write(machine())
     for name in chosen.dtypes:
-        for b, n in cells:
+        for b, n in cells if 1 in chosen_rows else ():
             write(measure(name, b, n, 1, 1.0 if chosen.quick else 4.0))
-        for rows in (2, 4, 8):
+        for rows in [n for n in chosen_rows if n > 1]:
             write(measure(name, 1, cells[-1][1], rows, 1.0 if chosen.quick else 3.0))
     write(machine())
 

@@ -183,6 +183,31 @@ def test_bits_do_not_depend_on_pages_neighbours_or_threads() -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.usefixtures("no_second_run")
+@pytest.mark.parametrize("dim", [32, 128])
+def test_splits_that_come_and_go(dim: int) -> None:
+    """Lengths grow and shrink under a prepared call, and the number of splits with them: whichever thread ends a head's
+    last split merges them, and leaves their count as it was."""
+    lengths = [2600, 1, 700, 1300]
+    pool, q = Pool(lengths, 16, dim=dim), torch.randn(4, 8, 1, dim)
+    view, keys = pool.view(), pool.keys
+    before = torch.get_num_threads()
+    try:
+        for part in (1.0, 0.3, 0.0, 1.0, 0.6):
+            used = [int(n * part) for n in lengths]
+            view.lengths.copy_(torch.tensor(used, dtype=torch.int32))
+            pool.keys = [[t[:n] for t in pair] for n, pair in zip(used, keys, strict=True)]
+            found = []
+            for threads in (1, 2, 5, 2):
+                torch.set_num_threads(threads)
+                found.append(attend(view, q))
+            assert all(torch.equal(out, found[0]) for out in found)
+            for b, n in enumerate(used):
+                close(found[0][b], pool.expected(b, q[b]) if n else torch.zeros(8, 1, dim).double())
+    finally:
+        torch.set_num_threads(before)
+
+
 def many_heads(size: int, dtype: torch.dtype, tokens_first: bool) -> tuple[CacheView, list[CacheView]]:
     """Three sequences of eight KV heads of 64 in small pages, and each of them in one piece; what is unused is NaN."""
     lengths = [700, 33, 520]

@@ -68,6 +68,16 @@ def test_keys_of_no_whole_turn(group: int, d: int, dtype: torch.dtype) -> None:
         check(draw(1, 2 * group, 2, 1, keys, d, d, dtype=dtype))
 
 
+@pytest.mark.usefixtures("no_second_run")
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("group", [1, 3, 4, 6, 16])
+def test_heads_that_are_met_key_by_key(group: int, dtype: torch.dtype) -> None:
+    """Heads of 128 have a loop of their own: alone, in groups of four and what is left of them, at ends of blocks."""
+    for keys in (64, 131, 255, 256, 257, 515):
+        check(draw(2, 2 * group, 2, 1, keys, 128, 128, dtype=dtype))
+    check(draw(1, 2 * group, 2, 1, 1100, 128, 80, dtype=dtype), mask=tw.window(700, 0))
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("rows", [1, 2])
 def test_largest_score_rises_with_every_block(rows: int, dtype: torch.dtype) -> None:

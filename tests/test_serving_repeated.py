@@ -8,6 +8,7 @@ import torch
 
 import tilewise as tw
 from tilewise.serving import read
+from tilewise.serving.cache import CacheView
 from tilewise.serving.rotary import RotaryTable
 
 pytest.importorskip("numba")
@@ -24,6 +25,22 @@ def made(paged):
 
 def new(n):
     return torch.randn(2, H, n, D), torch.randn(2, H_KV, n, D), torch.randn(2, H_KV, n, D)
+
+
+def read_view(k, v):
+    return CacheView(k, v, torch.full((k.shape[0],), k.shape[2], dtype=torch.int32))
+
+
+def attend(view, q):
+    chosen = {
+        "k_offset": 0,
+        "h_offset": 0,
+        "batch_invariant": False,
+        "backend": "cpu",
+        "allow_quadratic": False,
+    }
+    options = tuple(chosen.get(name) for name in read.OPTIONS)
+    return read.attend_view(view, q, None, (None, (), None), options, (0.0, None), False)[0]
 
 
 class Steps:
@@ -143,3 +160,22 @@ def test_steps_follow_a_cache_whose_memory_was_exchanged(paged):
             exchanged(view.k, "data")
     for _ in range(4):
         step()
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_gradients_wanted_after_calls_that_wanted_none(which):
+    view = read_view(torch.randn(2, H_KV, 64, D), torch.randn(2, H_KV, 64, D))
+    q = torch.randn(2, H, 1, D)
+    for _ in range(4):
+        assert not attend(view, q).requires_grad
+    wanted = {"q": q, "k": view.k, "v": view.v}[which].requires_grad_()
+    for _ in range(4):
+        out = attend(view, q)
+        (got,) = torch.autograd.grad(out.sum(), wanted)
+        wide = [t.detach().double() for t in (q, view.k, view.v)]
+        wide["qkv".index(which)].requires_grad_()
+        want = tw.attention(*wide, backend="naive").sum()
+        right = torch.autograd.grad(want, wide["qkv".index(which)])[0]
+        torch.testing.assert_close(got.double(), right, atol=2e-6, rtol=2e-6)
+    wanted.requires_grad_(False)
+    assert not attend(view, q).requires_grad

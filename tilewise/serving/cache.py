@@ -96,7 +96,11 @@ class CacheView:
     def notice(self, found: Any, q: Tensor, spec: tuple[Any, Any, Any], options: tuple[Any, ...]) -> None:
         """Remember a call of a known kind; the second in a row makes it what the next one is compared with."""
         if self._before is found:
-            self.attended = like((q,), spec, options, found)
+            made = self.attended = like((q,), spec, options, found)
+            if made is not None:
+                # `look` compares whether those want gradients, too.
+                tensors = [t for name in TENSORS if (t := getattr(self, name)) is not None]
+                made.differentiable = any([t.requires_grad for t in (q, *tensors)])
         self._before, self.checked = found, None
 
     @property

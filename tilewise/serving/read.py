@@ -86,7 +86,7 @@ def attend_view(
     if type(dropout) in (float, int) and not dropout:
         single = cu_seqlens_q is None and not partial and not quick.is_compiling()
         if single and view.attended is not None and view.attended((q,), spec, options):
-            return _run_again(view.attended.found, view, q, want_lse)
+            return _run_again(view.attended, view, q, want_lse)
         key, extra = key_of(view, q, spec, options) if kind is None else kind
         if key is not None:
             key = (*key, None if cu_seqlens_q is None else cu_seqlens_q.shape, partial)
@@ -116,17 +116,16 @@ def attend_view(
     return result
 
 
-def _run_again(
-    found: quick.Ready, view: CacheView, q: Tensor, want_lse: bool
-) -> tuple[Tensor, Tensor | None]:
+def _run_again(like: quick.Like, view: CacheView, q: Tensor, want_lse: bool) -> tuple[Tensor, Tensor | None]:
     """A call of a view that is like its last one."""
     if view.k.is_cpu and not view.trusted:
         check_view(view)
     tensors = (view.lengths, view.block_table, view.leftpad, view.k_scale, view.v_scale)
     more = [t for t in tensors if t is not None]
-    if quick.is_grad_enabled():
-        result = quick.run(found, (q, view.k, view.v), more, want_lse)
+    if like.differentiable:
+        result = quick.run(like.found, (q, view.k, view.v), more, want_lse)
         return result if want_lse else (result, None)  # type: ignore[return-value]
+    found: quick.Ready = like.found
     return found.run(q, view.k, view.v, more, want_lse)
 
 

@@ -44,6 +44,9 @@ class CachedForward:
     def __init__(self, problem: Problem, inputs: Inputs, slots: Slots, exact: Blockwise) -> None:
         self._problem, self._slots, self._exact = problem, slots, exact
         self._num_leaves, self._names = len(problem.spec.leaves), problem.tensor_names
+        # Where the tensors stand that a run looks at; -1: there is none.
+        places = {name: self._num_leaves + n for n, name in enumerate(self._names)}
+        self._at = [places.get(name, -1) for name in ("seqused_k", "leftpad_k", "block_table")]
         nothing = inputs.q.new_empty(0)  # the numbers are kept, the tensors are not
         self._inputs = replace(
             inputs, q=nothing, k=nothing, v=nothing, leaves=(), **dict.fromkeys(self._names)
@@ -56,6 +59,8 @@ class CachedForward:
             out = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
             lse = torch.empty(problem.lse_shape, dtype=torch.float32, device="cpu")
             self._few = Forward(problem, inputs, (out, lse), slots, pieces(problem, inputs), True)
+            q = inputs.q
+            self._like_q = out.dtype == q.dtype and out.shape == q.shape and out.stride() == q.stride()
             self._out = (out.shape, out.stride(), out.dtype)
             self._chunk = launch.splits_of(problem, Piece.whole(problem), True)[1]
             units = s.num_heads_kv if launch.packs_rows(problem, True) else s.num_heads_q
@@ -65,34 +70,36 @@ class CachedForward:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor], want_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
-        count = self._num_leaves
-        named = dict(zip(self._names, extra[count:], strict=True))
         if self._few is not None:
-            shape, stride, dtype = self._out
-            out = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+            if self._like_q:
+                out = torch.empty_like(q, requires_grad=False)
+            else:
+                shape, stride, dtype = self._out
+                out = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
             lse = (
                 torch.empty(self._problem.lse_shape, dtype=torch.float32, device="cpu") if want_lse else None
             )
-            segments = self._segments(named, k.shape[0])
+            segments = self._segments(extra, k.shape[0])
             short = self._short
             if short is not None:
                 finite = short((q, k, v), out, lse, segments)
             else:
-                finite = self._few.run((q, k, v), extra[: count + ("sink" in named)], out, lse, segments)
+                leaves = extra[: self._num_leaves + ("sink" in self._names)]
+                finite = self._few.run((q, k, v), leaves, out, lse, segments)
             if finite:
                 return out, lse
-        inputs = replace(self._inputs, q=q, k=k, v=v, leaves=tuple(extra[:count]), **named)
+        named = dict(zip(self._names, extra[self._num_leaves :], strict=True))
+        inputs = replace(self._inputs, q=q, k=k, v=v, leaves=tuple(extra[: self._num_leaves]), **named)
         if self._few is not None:
             return self._exact.forward(self._problem, inputs)
         return forward(self._problem, inputs, self._slots, self._exact)
 
-    def _segments(self, named: dict[str, Tensor], num_pages: int) -> Segments:
+    def _segments(self, extra: Sequence[Tensor], num_pages: int) -> Segments:
         """The slots of SEGMENT of every sequence, as `pieces` and `launch.segments_of` find them; those of the last
         call where it met the same, as the layers of a model do."""
-        s, inputs = self._problem.shape, self._inputs
-        rows, capacity, batch, chunk, units = s.seqlen_q, s.seqlen_k, s.batch, self._chunk, self._units
-        used, padding, table = named.get("seqused_k"), named.get("leftpad_k"), named.get("block_table")
-        lengths = [capacity] * batch if used is None else used.tolist()
+        s = self._problem.shape
+        used, padding, table = [None if at < 0 else extra[at] for at in self._at]
+        lengths = [s.seqlen_k] * s.batch if used is None else used.tolist()
         paddings = None if padding is None else padding.tolist()
         entries, address, step = None, 0, 0
         held = None
@@ -104,7 +111,9 @@ class CachedForward:
         met = (lengths, paddings, entries, num_pages, address)
         last = self._last
         if last is not None and last[0] == met:
-            return last[1]._replace(held=held)
+            # The caller holds its own table.
+            return last[1] if held is table else last[1]._replace(held=held)
+        inputs, rows, capacity, chunk, units = self._inputs, s.seqlen_q, s.seqlen_k, self._chunk, self._units
         numbers = array("q")
         tasks, most = 0, 1
         for b, keys in enumerate(lengths):

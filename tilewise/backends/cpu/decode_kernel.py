@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from numba import njit
 
+from tilewise.backends.cpu.combine_kernel import build_merge
 from tilewise.backends.cpu.dot_rows import build_rows
 from tilewise.backends.cpu.forward_kernel import build_close
 from tilewise.backends.cpu.isa import LINE, STRIP
 from tilewise.backends.cpu.loops import EMPTY, FULL, JIT, Loops, build_loops, call_fold, f32, kernel
-from tilewise.backends.cpu.micro import ROW, load_f32, load_i64, store_i64, take
+from tilewise.backends.cpu.micro import ROW, arrive, load_f32, load_i64, store_i64, take, take_some
 from tilewise.backends.cpu.page_rows import build_sources
-from tilewise.backends.cpu.parameters import DECODE_BLOCK, LANES, SEGMENT, P
+from tilewise.backends.cpu.parameters import DECODE_BLOCKS, LANES, SEGMENT, P
 from tilewise.backends.cpu.row_micro import ROWS, RowMicro
 
 if TYPE_CHECKING:
@@ -40,11 +41,14 @@ another, so that those asked for later come too late (spans of 8 and 16 KiB, 4 K
 long)."""
 POSITION = LANES.numbers + 192
 """Where a head's scratch holds the next key that it meets."""
+RUN = 8192
+"""Keys of the tasks that a thread takes at once: of 4096 keys of eight heads a quarter, of long caches one task. What a
+thread holds that another process keeps from running waits with it."""
 CLOSE, FEW = 4 * STRIP, 4 * ROWS
 """Bytes of a row of scores that no code of the spec folds, and of weights; FEW where there are ROWS rows at most."""
 MOST_AHEAD = 64
 """Rows asked for in advance, at most: the addresses of so many more than a block's keys are written down."""
-ADDRESSES = 8 * (DECODE_BLOCK + MOST_AHEAD + 16 + 8)
+ADDRESSES = 8 * (max(DECODE_BLOCKS.values()) + MOST_AHEAD + 16 + 8)
 """Bytes of the addresses of a block's rows; 16 is the most that one step of `scores` takes, 8 what
 is written with a vector."""
 SPAN = 4096
@@ -237,14 +241,22 @@ def build_window(isa: Isa, micro: RowMicro, loops: Loops) -> Any:
                 touch(load_i64(rows, x))
 
     @njit(**JIT)
-    def list_rows(a, seg, unit, keys, n, rows_k, rows_v):
-        head = unit if load_i64(a, P.packed) else unit // load_i64(a, P.group)
-        from_k, from_v = sources(a, seg, head)
-        rows_of(from_k, keys, n + MOST_AHEAD + 16, rows_k)
-        rows_of(from_v, keys, n + MOST_AHEAD + 16, rows_v)
+    def list_rows(a, seg, unit, keys, n, tables, follows):
+        """Addresses of the rows of n keys from keys[0] on and of those that come after them, up to keys[1] and then of
+        the task that follows: (its segment, 0 where none does, unit, first key, end)."""
+        packed, group = load_i64(a, P.packed), load_i64(a, P.group)
+        from_k, from_v = sources(a, seg, unit if packed else unit // group)
+        count = n + MOST_AHEAD + 16
+        rows_of(from_k, keys, count, tables[0])
+        rows_of(from_v, keys, count, tables[1])
         if from_k[3]:
-            touch_pages(rows_k, from_k, keys[0], n)
-            touch_pages(rows_v, from_v, keys[0], n)
+            touch_pages(tables[0], from_k, keys[0], n)
+            touch_pages(tables[1], from_v, keys[0], n)
+        there = keys[1] - keys[0]
+        if there < count and follows[0]:
+            from_k, from_v = sources(a, follows[0], follows[1] if packed else follows[1] // group)
+            rows_of(from_k, follows[2:], count - there, tables[0] + there * 8)
+            rows_of(from_v, follows[2:], count - there, tables[1] + there * 8)
 
     @njit(**JIT)
     def agreed(a, w, each, rows, key, end, block):
@@ -272,9 +284,9 @@ def build_window(isa: Isa, micro: RowMicro, loops: Loops) -> Any:
         return max(min(load_i64(a, P.page_size), MOST_AHEAD) // span, 1) * span
 
     @njit(**JIT)
-    def attend(a, w, seg, unit, rows, span, count, shared, tables):
+    def attend(a, w, seg, unit, rows, span, count, shared, tables, follows):
         """span = (first key, end); shared = (bytes of a head's scratch, of a row of q, of acc, scores, bytes of a
-        head's); tables = (room for addresses of rows of k, of v)."""
+        head's); tables = (room for addresses of rows of k, of v); follows: as in `list_rows`."""
         each, q_row, acc_row, s, s_each = shared
         together, block = load_i64(a, P.together), load_i64(a, P.key_block)
         behind = span[0]
@@ -282,7 +294,7 @@ def build_window(isa: Isa, micro: RowMicro, loops: Loops) -> Any:
             n = agreed(a, w, each, rows, behind, span[1], block) if together > 1 else 0
             q = w + LANES.tile
             if n:
-                list_rows(a, seg, unit, (behind, span[1]), n, tables[0], tables[1])
+                list_rows(a, seg, unit, (behind, span[1]), n, tables, follows)
                 tiles = (q, q + STRIP * q_row, s, q_row, acc_row)
                 absorb_heads(a, w, (together, each, s_each, chunk_of(a)), tiles, n, tables, count)
             here, least = behind, span[1]
@@ -295,7 +307,8 @@ def build_window(isa: Isa, micro: RowMicro, loops: Loops) -> Any:
                     q = at + LANES.tile
                     kind, m = next_run(a, at, rows, key, span[1], block)
                     if kind != EMPTY:
-                        list_rows(a, seg, unit + t, (key, span[1]), m, tables[0], tables[1])
+                        later = (follows[0], follows[1] + t, follows[2], follows[3])
+                        list_rows(a, seg, unit + t, (key, span[1]), m, tables, later)
                         tiles = (q, q + STRIP * q_row, s, q_row, acc_row)
                         absorb(a, at, seg, tiles, (kind, key, m), tables, count)
                     key += m
@@ -312,6 +325,7 @@ def build_decode(isa: Isa, dtype: str) -> Any:
     micro = build_rows(isa, dtype)
     loops = build_loops(isa, micro)
     attend, close_rows = build_window(isa, micro, loops), build_close(isa, micro)
+    merge = build_merge(isa, micro)
     segment_of, set_lanes, fill, pack_row = loops.segment_of, loops.set_lanes, loops.fill, micro.pack_row
     finish_narrow, finish_wide, lanes = micro.finish_row(dtype), micro.finish_row("fp32"), isa.lanes
 
@@ -330,11 +344,19 @@ def build_decode(isa: Isa, dtype: str) -> Any:
         return rows
 
     @njit(**JIT)
-    def clear(a, s, keys):
-        """Lanes that are no rows are read too. A split may end before the first key that is no padding."""
+    def clear(a, s, keys, count, several):
+        """Lanes that are no rows are read too: all but those of a few rows, which are met together. A split may end
+        before the first key that is no padding. several: whether these scores are met with those of other heads,
+        which no code of the spec folds."""
         most = max(min(load_i64(a, P.key_block), keys), 0)
-        fill(s, most * STRIP, f32(0.0))
-        if load_i64(a, P.fold_full) | load_i64(a, P.fold_partial) | load_i64(a, P.dropout):
+        folds = load_i64(a, P.fold_full) | load_i64(a, P.fold_partial) | load_i64(a, P.dropout)
+        if several:
+            folds = 0
+        if count > ROWS or folds:
+            fill(s, most * STRIP, f32(0.0))
+        elif count == 1:
+            fill(s, (most + STRIP) // STRIP * STRIP * ROWS, f32(0.0))
+        if folds:
             for x in range(most):
                 fill(s + x * ROW, STRIP, f32(0.0))
 
@@ -353,6 +375,40 @@ def build_decode(isa: Isa, dtype: str) -> Any:
         if wrong:
             store_i64(a, P.flag, 1)
 
+    @njit(**JIT)
+    def merge_last(a, w, seg, unit):
+        """Where this was the last of a head's splits to be done, their merge, in the order of the splits."""
+        number = (seg - load_i64(a, P.segments)) // (SEGMENT.size * 8)
+        at = load_i64(a, P.arrived) + (number * load_i64(a, P.heads) + unit) * 8
+        if arrive(at) + 1 == load_i64(seg, SEGMENT.splits):
+            store_i64(at, 0, 0)
+            group = load_i64(a, P.group) if load_i64(a, P.packed) else 1
+            for h in range(unit * group, unit * group + group):
+                merge(a, w, seg, h)
+
+    @njit(**JIT)
+    def next_task(a, task, left):
+        """(task, tasks from it on that are this thread's, 0 where none is left). A thread takes several short ones at
+        once, up to half of its share of what is left: so it reads on where it is, and asks for the next task's rows."""
+        if left > 1:
+            return task + 1, left - 1
+        total = load_i64(a, P.num_tasks)
+        some = max((total - load_i64(a, P.task)) // (2 * load_i64(a, P.threads)), 1)
+        some = min(some, max(RUN // load_i64(load_i64(a, P.segments), SEGMENT.chunk), 1))
+        task = take_some(a + P.task * 8, some)
+        return task, max(min(some, total - task), 0)
+
+    @njit(**JIT)
+    def place_of(a, task):
+        """(segment, split, first head, first key, end of the keys) of a task."""
+        seg = segment_of(a, task)
+        splits, chunk = load_i64(seg, SEGMENT.splits), load_i64(seg, SEGMENT.chunk)
+        local = task - load_i64(seg, SEGMENT.first_task)
+        split = local % splits
+        first = max(split * chunk, load_i64(seg, SEGMENT.first))
+        end = min(load_i64(seg, SEGMENT.keys), split * chunk + chunk)
+        return seg, split, local // splits * load_i64(a, P.together), first, end
+
     def decode(a):
         w = load_i64(a, P.scratch) + take(a + P.thread * 8) * load_i64(a, P.scratch_bytes)
         group, together, block = load_i64(a, P.group), load_i64(a, P.together), load_i64(a, P.key_block)
@@ -362,27 +418,32 @@ def build_decode(isa: Isa, dtype: str) -> Any:
         s = w + together * each
         rows_k = s + (block + STRIP) * ROW + together * s_each
         tables = (rows_k, rows_k + ADDRESSES)
+        task, left = 0, 0
         while True:
-            task = take(a + P.task * 8)
-            if task >= load_i64(a, P.num_tasks):
+            task, left = next_task(a, task, left)
+            if left == 0:
                 break
-            seg = segment_of(a, task)
-            splits, chunk = load_i64(seg, SEGMENT.splits), load_i64(seg, SEGMENT.chunk)
+            seg, split, unit, first, end = place_of(a, task)
             count = load_i64(seg, SEGMENT.rows) * (group if load_i64(a, P.packed) else 1)
-            local = task - load_i64(seg, SEGMENT.first_task)
-            split, unit = local % splits, local // splits * together
-            first, end = max(split * chunk, load_i64(seg, SEGMENT.first)), split * chunk + chunk
-            end = min(load_i64(seg, SEGMENT.keys), end)
+            follows = (0, 0, 0, 0)
+            if left > 1:
+                later = place_of(a, task + 1)
+                if later[3] < later[4]:
+                    follows = (later[0], later[2], later[3], later[4])
             rows = (0, 0)
             for t in range(together):
                 rows = begin(a, w + t * each, seg, unit + t, count, q_row, acc_row)
                 store_i64(w + t * each + POSITION, 0, first)
-            clear(a, s, end - first)
-            for t in range(1, together):
-                fill(s + t * s_each, s_each // 4, f32(0.0))
-            attend(a, w, seg, unit, rows, (first, end), count, (each, q_row, acc_row, s, s_each), tables)
+            for t in range(together):
+                clear(a, s + t * s_each, end - first, count, t > 0)
+            attend(
+                a, w, seg, unit, rows, (first, end), count, (each, q_row, acc_row, s, s_each), tables, follows
+            )
             for t in range(together):
                 at = w + t * each
                 finish(a, at, seg, split, count, acc_row, at + LANES.tile + STRIP * q_row)
+            if load_i64(seg, SEGMENT.splits) > 1:
+                for t in range(together):
+                    merge_last(a, w, seg, unit + t)
 
     return decode

@@ -73,8 +73,8 @@ class DotRows(RowMicro):
         """As `RowMicro.scores`."""
         together = keys_at_once(self.lanes, rows)
 
-        def body(b, k, k_off, keys, q, q_row, dim, s, s_row, asked, asked_off, lines, scale):
-            w = self.words(b)
+        def body(w, k, k_off, keys, q, q_row, dim, s, s_row, asked, asked_off, lines, scale):
+            b = w.b
             groups = b.sdiv(b.add(keys, I64(together - 1)), I64(together))
             from_q = [b.add(q, b.mul(q_row, I64(r))) for r in range(rows)]
             factor = w.splat(scale)
@@ -99,8 +99,7 @@ class DotRows(RowMicro):
                 totals = [b.load(cell) for cell in sums]
                 self._store_scores(w, totals, b.add(s, b.mul(first, s_row)), s_row, rows, factor)
 
-        arguments = "k, k_off, keys, q, q_row, dim, s, s_row, asked, asked_off, lines, scale"
-        return _emit(_void(11, f32), body, arguments)
+        return self._by_key_or(body, rows, self._dot)
 
 
 def build_rows(isa: Isa, dtype: str) -> RowMicro:

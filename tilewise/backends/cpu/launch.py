@@ -14,7 +14,7 @@ import torch
 from tilewise.backends.cpu import fold, machine_code, pair_launch, pool
 from tilewise.backends.cpu.isa import BLOCK_ROWS, LINE, STRIP, Isa, detect, uses_pairs
 from tilewise.backends.cpu.parameter_block import Block, readable, strides_kv, strides_of
-from tilewise.backends.cpu.parameters import DECODE_BLOCK, DECODE_LEAST, LANES, SEGMENT, P
+from tilewise.backends.cpu.parameters import DECODE_BLOCK, DECODE_BLOCKS, DECODE_LEAST, LANES, SEGMENT, P
 from tilewise.backends.cpu.pieces import Piece
 from tilewise.backends.cpu.print_interval import needs_table
 from tilewise.backends.cpu.slots import Slots, describe, fill
@@ -140,7 +140,7 @@ def together(problem: Problem, inputs: Inputs) -> int:
 def key_block(problem: Problem, decode: bool) -> int:
     """Keys of a forward block."""
     if decode:
-        return DECODE_BLOCK
+        return DECODE_BLOCKS.get(detect().lanes, DECODE_BLOCK)
     return pair_launch.KEY_BLOCK if uses_pairs(detect(), NAMES.get(problem.dtype, "")) else KEY_BLOCK
 
 
@@ -148,8 +148,11 @@ def decode_scratch(problem: Problem, heads: int) -> int:
     """Bytes of one thread's scratch of `decode_kernel` for tasks of so many KV heads."""
     lanes, s = detect().lanes, problem.shape
     rows = sum(-(-d // lanes) * lanes for d in (s.head_dim, s.head_dim_v))
-    each = LANES.tile + STRIP * rows * 4 + (DECODE_BLOCK + STRIP) * 4 * STRIP
-    return heads * each + (DECODE_BLOCK + STRIP) * 4 * BLOCK_ROWS + 16 * (DECODE_BLOCK + 64 + 64) + 1024
+    block = key_block(problem, True)
+    each = LANES.tile + STRIP * rows * 4 + (block + STRIP) * 4 * STRIP
+    return (
+        heads * each + (block + STRIP) * 4 * BLOCK_ROWS + 16 * (max(DECODE_BLOCKS.values()) + 64 + 64) + 1024
+    )
 
 
 def scratch_bytes(problem: Problem) -> int:

@@ -38,15 +38,15 @@ _said: list[str] = []
 
 
 _EMITTERS = ("isa", "parameters", "words", "micro", "dropout")
-_ROWS = ("pairs", "ahead", "row_micro", "dot_rows")
+_ROWS = ("pairs", "ahead", "rows_in_order", "row_micro", "dot_rows")
 _PAIRS = ("pairs", "pair_launch", "pair_loops", "pair_forward")
 SOURCES = {
     "forward": (*_EMITTERS, *_PAIRS, "loops", "page_rows", "widen_kernel", "forward_kernel"),
     "turn": (*_EMITTERS, *_PAIRS, "loops"),
     "widen": (*_EMITTERS, "pair_launch", "loops", "widen_kernel"),
     "append": (*_EMITTERS, "loops", "append_kernel"),
-    "combine": (*_EMITTERS, "loops", "ahead", "row_micro", "combine_kernel"),
-    "decode": (*_EMITTERS, *_ROWS, "loops", "page_rows", "forward_kernel", "decode_kernel"),
+    "combine": (*_EMITTERS, "loops", "ahead", "rows_in_order", "row_micro", "combine_kernel"),
+    "decode": (*_EMITTERS, *_ROWS, "loops", "page_rows", "forward_kernel", "combine_kernel", "decode_kernel"),
     "backward": (
         *_EMITTERS,
         *_PAIRS,

@@ -98,6 +98,20 @@ take = _emit(i64(i64), _take, "base")
 """The counter's value, which then is one more: how threads share out tasks."""
 
 
+def _take_some(b: ir.IRBuilder, base: ir.Value, count: ir.Value) -> ir.Value:
+    return b.atomic_rmw("add", b.inttoptr(base, I64.as_pointer()), count, "monotonic")
+
+
+def _arrive(b: ir.IRBuilder, base: ir.Value) -> ir.Value:
+    return b.atomic_rmw("add", b.inttoptr(base, I64.as_pointer()), I64(1), "acq_rel")
+
+
+take_some = _emit(i64(i64, i64), _take_some, "base, count")
+"""`take` of `count` tasks at once, which follow the value."""
+arrive = _emit(i64(i64), _arrive, "base")
+"""`take` for a count of who is done: what they wrote is seen by who comes last."""
+
+
 def indirect(result: Any, count: int) -> Any:
     """call(function, *arguments): a compiled function of the spec, int64 arguments, int64 or no result."""
     returned = ir.VoidType() if result == types.void else I64

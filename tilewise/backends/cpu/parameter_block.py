@@ -63,7 +63,8 @@ class Block:
         self.values[P.task] = first
         self.values[P.thread] = 0
         self.values[P.num_tasks] = first + tasks
-        pool.run_parallel(function, ctypes.addressof(self.values), min(threads, tasks))
+        threads = self.values[P.threads] = min(threads, tasks)
+        pool.run_parallel(function, ctypes.addressof(self.values), threads)
 
 
 def strides_kv(problem: Problem, t: Tensor) -> tuple[int, int, int]:

@@ -24,20 +24,21 @@ def _slots(name: str, fields: str) -> ModuleType:
 
 P = _slots(
     "P",
-    "task thread flag num_tasks segments num_segments scratch scratch_bytes "
+    "task thread flag num_tasks threads segments num_segments scratch scratch_bytes "
     "q q_b q_h q_n k k_b k_h k_n v v_b v_h v_n out out_b out_h out_n lse lse_b lse_h "
     "do do_b do_h do_n dq dq_b dq_h dq_n dk dk_b dk_h dk_n dv dv_b dv_h dv_n dlse dlse_b dlse_h "
     "sink_rows sink_rows_b sink_rows_h "
     "exact heads heads_kv group head_dim head_dim_v packed wide_out total_rows block_rows key_block superblock "
-    "part_out part_lse part_dq dq_rows turned_v copied leaf_parts leaf_part_bytes page_size num_pages together "
+    "part_out part_lse arrived part_dq dq_rows turned_v copied leaf_parts leaf_part_bytes page_size num_pages together "
     "scale sink "
     "dropout threshold factor seed_low seed_high h_offset b_offset "
     "classify fold_full fold_partial slopes_full slopes_partial spec count",
 )
 """A call. classify, fold_*, slopes_*: addresses of the spec's code, 0 where the spec has none. turned_v: v turned
 for products of pairs, or k and v in float32; 0 where each block is brought into shape when it is met. block_rows: rows
-of a task of the forward pass; dq_rows: rows of a block of dq. together: KV heads of a task of decode. count: of the
-slots."""
+of a task of the forward pass; dq_rows: rows of a block of dq. together: KV heads of a task of decode. arrived:
+splits that are done, by segment and head, all 0 between calls. threads: of the call, by which
+tasks of decode are shared out. count: of the slots."""
 
 SEGMENT = _slots(
     "SEGMENT",
@@ -50,9 +51,10 @@ of dq and groups of 32 keys of those before it. tensor_kv: entry of k and v, as 
 of its row of the table of pages, 0 where its keys lie in one piece. first: the first key that is no padding. flat:
 the number, among all rows of the call, of the row before its first."""
 
-DECODE_BLOCK = 128
-"""Keys of a block of `decode_kernel`: long runs of k and of v in turn. At 64 memory gave a tenth less, at 256 no more
-(measured on Zen 3, bf16 heads of 128: 0.65, 0.73 and 0.71 of what torch.sum reads)."""
+DECODE_BLOCKS, DECODE_BLOCK = {16: 256}, 128
+"""Keys of a block of `decode_kernel`, by lanes, and those of others: long runs of k and of v in turn. At 64 memory gave
+a tenth less, at 256 no more (measured on Zen 3, bf16 heads of 128: 0.65, 0.73 and 0.71 of what torch.sum reads); on
+Zen 5 256 give 1.04, and 512 no more in bf16, 1.02 in fp32."""
 DECODE_LEAST = 64
 """Keys of a sequence from which `decode_kernel` takes it."""
 

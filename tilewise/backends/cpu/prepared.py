@@ -38,7 +38,8 @@ PARTS = 1 << 18
 """float32 of the parts of a split call up to which a block keeps memory for them."""
 _Q, _K, _V, _OUT, _LSE, _SPEC = P.q, P.k, P.v, P.out, P.lse, P.spec
 _SEGMENTS, _NUM_SEGMENTS = P.segments, P.num_segments
-_TASK, _THREAD, _FLAG, _SCRATCH, _NUM_TASKS = P.task, P.thread, P.flag, P.scratch, P.num_tasks
+_TASK, _THREAD, _FLAG, _SCRATCH = P.task, P.thread, P.flag, P.scratch
+_NUM_TASKS, _THREADS = P.num_tasks, P.threads
 _free_scratch: dict[int, list[tuple[Tensor, int]]] = {}
 """(memory, its first whole line) by size in bytes. What a run takes is its own until it puts it back."""
 KEPT_KEYS = 1 << 24
@@ -70,6 +71,9 @@ class _Block(Block):
         self.address = ctypes.addressof(self.values)
         self.lse: Tensor | None = None
         self.parts: Tensor | None = None
+        self.arrived: Tensor | None = None
+        self.splits = 0
+        """Splits for which its memory for parts is set up."""
         self.spec: ctypes.Array | None = None
 
 
@@ -139,7 +143,8 @@ class Forward:
             self._forward = launch.kernel(isa, "decode", dtype)
         else:
             self._forward = launch.kernel(isa, "forward", dtype, launch.in_pages(found))
-        self._combine = functools.partial(launch.kernel, isa, "combine", dtype)
+        # `decode_kernel` merges its splits itself.
+        self._combine = None if decode else functools.partial(launch.kernel, isa, "combine", dtype)
         self._heads = s.num_heads_q
         work = launch.work_of(problem)
         if uses_pairs(isa, dtype) and not decode:
@@ -242,7 +247,7 @@ class Forward:
         scratches = _free_scratch.setdefault(size, [])
         lse_shape, tasks, get_num_threads = self._lse_shape, self._tasks, torch.get_num_threads
         splits, merged, set_parts = self._splits, self._merged, self._set_parts
-        merge = self._combine() if splits > 1 else 0
+        merge = self._combine() if splits > 1 and self._combine else 0
         merger = pool.worker(merge) if merge else None
 
         def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> bool:
@@ -264,20 +269,21 @@ class Forward:
             values[_SCRATCH] = scratch[1]
             values[_TASK] = values[_THREAD] = values[_FLAG] = 0
             values[_NUM_TASKS] = tasks
-            if merge:
+            if splits > 1 and block.splits != splits:
                 set_parts(block, splits)
             alone = launcher is None or pool.is_forked()
+            used = values[_THREADS] = 1 if alone else min(threads, get_num_threads())
             if alone:
                 worker(block.address)
             else:
-                launcher(function, block.address, min(threads, get_num_threads()), 0)
+                launcher(function, block.address, used, 0)  # type: ignore[misc]
             if merge:
                 values[_TASK] = values[_THREAD] = 0
                 values[_NUM_TASKS] = merged
                 if alone:
                     merger(block.address)  # type: ignore[misc]
                 else:
-                    launcher(merge, block.address, min(threads, get_num_threads()), 0)
+                    launcher(merge, block.address, used, 0)  # type: ignore[misc]
             finite = values[_FLAG] == 0
             scratches.append(scratch)
             blocks.append(block)
@@ -296,8 +302,8 @@ class Forward:
         launcher = pool.launcher() if threads > 1 else None
         if threads > 1 and launcher is None:
             return None
-        function, worker, combine = self._forward, pool.worker(self._forward), self._combine
-        blocks, size, make, heads = self._free, self._each * threads, self._make, self._heads
+        function, worker = self._forward, pool.worker(self._forward)
+        blocks, size, make = self._free, self._each * threads, self._make
         scratches = _free_scratch.setdefault(size, [])
         lse_shape, get_num_threads, set_parts = self._lse_shape, torch.get_num_threads, self._set_parts
 
@@ -321,23 +327,17 @@ class Forward:
             values[_Q], values[_K], values[_V] = [t.data_ptr() for t in qkv]
             values[_OUT], values[_LSE], values[_SCRATCH] = out.data_ptr(), lse.data_ptr(), scratch[1]
             values[_SEGMENTS] = numbers.buffer_info()[0]
-            count = values[_NUM_SEGMENTS] = len(numbers) // SEGMENT.size
+            values[_NUM_SEGMENTS] = len(numbers) // SEGMENT.size
             values[_TASK] = values[_THREAD] = values[_FLAG] = 0
             values[_NUM_TASKS] = tasks
-            parts = set_parts(block, splits) if splits > 1 else None
+            parts = set_parts(block, splits) if splits > 1 and block.splits != splits else None
             used = 1 if launcher is None or pool.is_forked() else min(threads, get_num_threads(), tasks)
+            values[_THREADS] = used
             if used > 1:
                 launcher(function, block.address, used, 0)  # type: ignore[misc]
             else:
                 worker(block.address)
-            if parts is not None:
-                merge = combine()
-                values[_TASK] = values[_THREAD] = 0
-                values[_NUM_TASKS] = count * heads
-                if used > 1:
-                    launcher(merge, block.address, used, 0)  # type: ignore[misc]
-                else:
-                    pool.worker(merge)(block.address)
+            del parts  # read until here
             finite = values[_FLAG] == 0
             scratches.append(scratch)
             blocks.append(block)
@@ -346,12 +346,18 @@ class Forward:
         return run
 
     def _set_parts(self, block: _Block, splits: int) -> Tensor:
-        """Memory for the parts of the splits."""
+        """Memory for the parts of the splits; a block keeps it where it is small."""
         rows, parts = splits * self._part_rows, block.parts
         size = rows * (self._dim_v + 1)
         if parts is None or parts.numel() < size:
             parts = torch.empty(size, dtype=torch.float32, device="cpu")
             block.parts = parts if size <= PARTS else None
+        block.splits = splits if block.parts is not None else 0
+        counts = block.values[P.num_segments] * self._heads
+        if block.arrived is None or block.arrived.numel() < counts:
+            # What counts up in a call is 0 again at its end.
+            block.arrived = torch.zeros(counts, dtype=torch.int64, device="cpu")
+        block.values[P.arrived] = block.arrived.data_ptr()
         block.values[P.part_out] = parts.data_ptr()
         block.values[P.part_lse] = parts.data_ptr() + 4 * rows * self._dim_v
         return parts
@@ -360,5 +366,6 @@ class Forward:
         """Parts by key split, then their merge."""
         parts = self._set_parts(block, splits)
         block.run(self._forward, tasks, threads)
-        block.run(self._combine(), block.values[P.num_segments] * self._heads, threads)
+        if self._combine is not None:
+            block.run(self._combine(), block.values[P.num_segments] * self._heads, threads)
         del parts  # read until here
