@@ -46,6 +46,7 @@ KINDS = {
     "again": lambda: compile_forward((256, 256), tw.causal(), again=True),
 }
 
+BIAS = torch.zeros(1, 1, 4096, 4096, dtype=torch.bfloat16)
 DOCUMENT = torch.zeros(1, 4096, dtype=torch.int32)
 PACKED = {"VARLEN": True, "GAPS": True, "CARE": True}
 RARE = {
@@ -62,11 +63,26 @@ RARE = {
     "narrow stripes": lambda: compile_forward((64, 64), tw.causal() & tw.custom(lambda q, k: (q - k) % HUGE < WIDTH)),
     "narrow bounded": lambda: compile_forward((64, 64), tw.causal(), tw.softcap(30.0), FUSED=True, BOUNDED=True),
     "wide softcap": lambda: compile_forward((256, 256), tw.causal(), tw.softcap(30.0), torch.float16, FUSED=True),
+    "packed heads, alibi": lambda: compile_forward((128, 128), tw.causal(), alibi_of(16), PACK=4),
+    "wide packed heads, alibi": lambda: compile_forward((256, 256), tw.causal(), alibi_of(16), PACK=4),
+    "uneven packed heads, alibi": lambda: compile_forward((192, 128), tw.causal(), alibi_of(16), PACK=4),
+    "packed alibi": lambda: compile_forward((128, 128), tw.causal(), alibi_of(16), **PACKED),
+    "uneven packed alibi": lambda: compile_forward((192, 128), tw.causal(), alibi_of(16), **PACKED),
+    "wide packed heads and sequences, alibi": lambda: compile_forward(
+        (256, 256), tw.causal(), alibi_of(16), PACK=4, **PACKED
+    ),
+    "wide bias": lambda: compile_forward((256, 256), tw.causal(), tw.bias(BIAS)),
+    "wide bias, all pairs": lambda: compile_forward((256, 256), None, tw.bias(BIAS)),
+    "wide alibi in a window": lambda: compile_forward((256, 256), tw.causal() & tw.window(500, 0), alibi_of(16)),
+    "uneven documents": lambda: compile_forward((192, 128), tw.causal() & tw.document(DOCUMENT)),
+    "uneven packed softcap in a window": lambda: compile_forward(
+        (192, 128), tw.causal() & tw.window(500, 0), tw.softcap(30.0), FUSED=True, BOUNDED=True, **PACKED
+    ),
 }  # fmt: skip
 """Kinds in which something was spilled once: why tiles differ by kind (`tiles.crowded`, `forward_place.lanes_of`)."""
 OFTEN = (
     "documents", "wide alibi", "uneven alibi", "wide packed window", "narrow packed window", "narrow stripes",
-    "narrow bounded",
+    "narrow bounded", "packed heads, alibi", "uneven packed heads, alibi", "wide bias",
 )  # fmt: skip
 
 

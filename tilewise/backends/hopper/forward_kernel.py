@@ -29,6 +29,7 @@ from tilewise.backends.hopper.forward_loads import (
     load_keys,
     load_rows,
     load_values,
+    next_seen,
     tell,
     tell_end,
     tiles_of,
@@ -36,12 +37,15 @@ from tilewise.backends.hopper.forward_loads import (
 from tilewise.backends.hopper.forward_place import line_of, lines_of, looked_at, offset_of, place, unlooked
 from tilewise.backends.hopper.forward_shared import (
     CROWDED,
+    LEAPS,
     LINES,
     fold,
     marks_of,
     next_code,
+    parts_here,
     parts_of,
     seen_blocks,
+    tight,
     weights_of,
 )
 from tilewise.backends.hopper.forward_state import (
@@ -75,11 +79,10 @@ from tilewise.backends.hopper.rings import (
 @gluon.jit
 def load_one_tile(
     t, ti, it, last, q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, tile_s,
-    code_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, ranges,
-    sizes, tables, offsets, group, split_tiles, data, NWG: gl.constexpr, BN: gl.constexpr, D0: gl.constexpr,
-    D1: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr, ST: gl.constexpr, PACK: gl.constexpr,
-    VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr,
-    K_OFFSET: gl.constexpr, RANGES: gl.constexpr,
+    code_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, ranges, sizes,
+    tables, offsets, group, split_tiles, data, NWG: gl.constexpr, BN: gl.constexpr, D0: gl.constexpr,
+    D1: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr, ST: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr,
+    USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr, RANGES: gl.constexpr,
 ):  # fmt: skip
     """Load tile t, after `ti` tiles and `it` blocks, of which the values of the one that lies at `last` are still to be
     loaded: (what was drawn for the next tile, ti, it, last)."""
@@ -150,9 +153,9 @@ def load_one_tile(
 
 @gluon.jit
 def producer(
-    q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, tile_s, code_s, q_full, q_empty,
-    k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, ranges, sizes, tables, offsets, group,
-    split_tiles, data, NWG: gl.constexpr, BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
+    q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, tile_s, code_s, q_full,
+    q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, ranges, sizes, tables, offsets,
+    group, split_tiles, data, NWG: gl.constexpr, BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
     E0: gl.constexpr, E1: gl.constexpr, ST: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr,
     USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr, RANGES: gl.constexpr,
 ):  # fmt: skip
@@ -186,10 +189,10 @@ def producer(
 @gluon.jit
 def next_block(
     it, m, l, acc, acc2, weights, q_of, q2_of, w, k_s, k_s2, v_s, v_s2, code_s, k_full, k_empty, v_full,  # noqa: E741
-    v_empty, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, FUSED: gl.constexpr,
-    BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr,
-    ST: gl.constexpr, ORDER: gl.constexpr, LAZY: gl.constexpr, APART: gl.constexpr,
-    BOUNDED: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr, OL2: gl.constexpr,
+    v_empty, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, FUSED: gl.constexpr, BN: gl.constexpr,
+    D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr, ST: gl.constexpr, ORDER: gl.constexpr,
+    LAZY: gl.constexpr, APART: gl.constexpr, BOUNDED: gl.constexpr, TIGHT: gl.constexpr, SL: gl.constexpr,
+    OL: gl.constexpr, OL2: gl.constexpr,
 ):  # fmt: skip
     """S of the next block under O += P v of the one before, and its softmax: (use, code, m, l, acc, acc2, weights)."""
     PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
@@ -198,13 +201,14 @@ def next_block(
     sv = it % ST
     phase = (it // ST) & 1
     it += 1
-    st = it % ST
     if ORDER <= 0:
-        mbarrier.wait(k_full.index(st), (it // ST) & 1)
-    code = get(code_s, st)
+        mbarrier.wait(k_full.index(it % ST), (it // ST) & 1)
+    it, code = next_seen(it, w, code_s, k_full, k_empty, v_full, v_empty, ST, LEAPS and E0 + E1 == 64)
+    st = it % ST
     s = scores_of(q_of, q2_of, k_s, k_s2, st, BN, D0, D1, SL)
     mbarrier.wait(v_full.index(sv), phase)
     acc, acc2 = add_values(acc, acc2, weights, v_s, v_s2, sv, BN, E0, E1, PL, PL2)
+    parts = parts_here(parts, TIGHT)
     marks = marks_of(code, w, parts, rows, h, b, g, q_offset, k_offset, scale, data, BN, SL)
     # All warps have read the code before the stage is given back: here, where they wait anyway.
     gl.thread_barrier()
@@ -245,10 +249,10 @@ def one_tile(
     it, ti, b, w, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_s, o_s2, tile_s, code_s, again_s, broken_s,
     q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, strides,
     offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED: gl.constexpr, NWG: gl.constexpr,
-    BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr,
-    E1: gl.constexpr, ST: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, Q_OFFSET: gl.constexpr,
-    K_OFFSET: gl.constexpr, SINK: gl.constexpr, CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr,
-    ORDER: gl.constexpr, LAZY: gl.constexpr, HELD: gl.constexpr, APART: gl.constexpr, BOUNDED: gl.constexpr,
+    BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr, ST: gl.constexpr,
+    PACK: gl.constexpr, VARLEN: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr, SINK: gl.constexpr,
+    CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr, ORDER: gl.constexpr, LAZY: gl.constexpr,
+    HELD: gl.constexpr, APART: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """Tile ti of a warpgroup, whose batch entry is b: the use of the rings after it."""
     dt: gl.constexpr = q_s.dtype
@@ -309,7 +313,7 @@ def one_tile(
         it, code, m, l, acc, acc2, weights = next_block(  # noqa: E741
             it, m, l, acc, acc2, weights, q_of, q2_of, w, k_s, k_s2, v_s, v_s2, code_s, k_full, k_empty, v_full,
             v_empty, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, FUSED, BN, D0, D1, E0, E1, ST,
-            ORDER, LAZY, APART, BOUNDED, SL, OL, OL2)  # fmt: skip
+            ORDER, LAZY, APART, BOUNDED, tight(PACK, VARLEN, E0), SL, OL, OL2)  # fmt: skip
     if HELD < D0 + D1 and not SHARED_OUT:
         give_back(q_empty.index(w))
     sv = it % ST
@@ -355,11 +359,10 @@ def consumer(
     w: gl.constexpr, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_s, o_s2, tile_s, code_s, again_s, broken_s,
     q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr, strides,
     offsets, group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED: gl.constexpr, NWG: gl.constexpr,
-    BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr,
-    E1: gl.constexpr, ST: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, Q_OFFSET: gl.constexpr,
-    K_OFFSET: gl.constexpr, SINK: gl.constexpr, CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr,
-    ORDER: gl.constexpr, LAZY: gl.constexpr, HELD: gl.constexpr, APART: gl.constexpr, BOUNDED: gl.constexpr,
-    GAPS: gl.constexpr, USED_Q: gl.constexpr,
+    BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr, ST: gl.constexpr,
+    PACK: gl.constexpr, VARLEN: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr, SINK: gl.constexpr,
+    CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr, ORDER: gl.constexpr, LAZY: gl.constexpr,
+    HELD: gl.constexpr, APART: gl.constexpr, BOUNDED: gl.constexpr, GAPS: gl.constexpr, USED_Q: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 rows of each tile.
 
@@ -394,16 +397,15 @@ def consumer(
 
 @gluon.jit
 def forward_program(
-    q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, o_desc, o_desc2, out_ptr, lse_ptr, sink_ptr,
-    counter_ptr, q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, range_ptr, again_ptr, o_s, o_b,
-    o_h, o_n, l_s, l_b, l_h, batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles,
-    early, range_b, range_h, q_offset, k_offset, size_dv, scale, data, FUSED: gl.constexpr, NWG: gl.constexpr,
-    BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr,
-    E1: gl.constexpr, ST: gl.constexpr,
-    PACK: gl.constexpr, VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr,
-    K_OFFSET: gl.constexpr, SINK: gl.constexpr, CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr,
-    RANGES: gl.constexpr, ORDER: gl.constexpr, LAZY: gl.constexpr, HELD: gl.constexpr, APART: gl.constexpr,
-    BOUNDED: gl.constexpr, GAPS: gl.constexpr, LATER: gl.constexpr, WORKER: gl.constexpr, LOADER: gl.constexpr,
+    q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, o_desc, o_desc2, out_ptr, lse_ptr, sink_ptr, counter_ptr,
+    q_offset_ptr, k_offset_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, range_ptr, again_ptr, o_s, o_b, o_h, o_n,
+    l_s, l_b, l_h, batch, heads, group, seqlen_q, seqlen_k, row_tiles, swizzle, splits, split_tiles, early, range_b,
+    range_h, q_offset, k_offset, size_dv, scale, data, FUSED: gl.constexpr, NWG: gl.constexpr, BN: gl.constexpr,
+    D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr, ST: gl.constexpr, PACK: gl.constexpr,
+    VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr,
+    SINK: gl.constexpr, CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr, RANGES: gl.constexpr,
+    ORDER: gl.constexpr, LAZY: gl.constexpr, HELD: gl.constexpr, APART: gl.constexpr, BOUNDED: gl.constexpr,
+    GAPS: gl.constexpr, LATER: gl.constexpr, WORKER: gl.constexpr, LOADER: gl.constexpr,
 ):  # fmt: skip
     """The partitions: NWG consumers and the producer. WORKER, LOADER: registers of a thread of each.
 

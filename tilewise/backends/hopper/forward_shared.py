@@ -12,6 +12,7 @@ from tilewise.backends.hopper.plain import (
     OTHER,
     PAIRED,
     REST,
+    SCORED,
     SIMPLE,
     STRIPES,
     kinds,
@@ -28,6 +29,8 @@ from tilewise.backends.hopper.words import capped_weights
 
 CROWDED = gl.constexpr(not SIMPLE)
 """Whether folds want many registers."""
+LEAPS = gl.constexpr(STRIPES)
+"""Whether a warpgroup often sees nothing of a block in the midst of a tile."""
 
 
 @gluon.jit
@@ -85,6 +88,22 @@ def seen_blocks(begin, end, b, head, base, n_q, q_offset, k_offset, group, data,
 def parts_of(rows, q_offset, b, h, g, scale, data):
     """What belongs to rows of a tile, made once for it."""
     return row_parts(rows[:, None], rows[:, None] + q_offset, b, h, g, scale, data)
+
+
+@gluon.constexpr_function
+def tight(packed, varlen, width):
+    """Whether a kind has no registers for what rows and columns make before the loop: packed heads or sequences, or
+    windows, with score terms that are no tanh of the products alone."""
+    return bool(SCORED and not PAIRED and (packed > 1 or BELOW or (varlen and width != 256)))
+
+
+@gluon.jit
+def parts_here(parts, TIGHT: gl.constexpr):
+    """`parts_of`; if TIGHT, hidden: what follows from them and a column is not made before the loop, and kept."""
+    made = ()
+    for n in gl.static_range(len(parts)):
+        made = made + (here(parts[n]) if TIGHT else parts[n],)
+    return made
 
 
 @gluon.jit

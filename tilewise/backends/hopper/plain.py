@@ -14,6 +14,8 @@ OTHER = gl.constexpr(False)
 """Whether the mask has anything else."""
 SIMPLE = gl.constexpr(True)
 """Whether there are no score terms, and the mask cuts rows at their later ends alone."""
+SCORED = gl.constexpr(False)
+"""Whether there are score terms."""
 PAIRED = gl.constexpr(False)
 """Whether bounded weights are made in pairs, with their sums (`words.capped_weights`)."""
 STRIPES, REST = gl.constexpr(False), gl.constexpr(False)

@@ -375,6 +375,7 @@ def print_forward_folds(spec: AttentionSpec, slots: Slots) -> str:
     facts += f"OTHER = tl.constexpr({mask.other is not None})\n"
     simple = spec.score is None and mask.other is None and not mask.below
     facts += f"SIMPLE = tl.constexpr({simple})\n"
+    facts += f"SCORED = tl.constexpr({spec.score is not None})\n"
     paired = score.slope is not None and score.bounded and mask.other is None
     facts += f"PAIRED = tl.constexpr({paired})\n"
     facts += f"STRIPES, REST = tl.constexpr({bool(stripes)}), tl.constexpr({rest is not None})\n"

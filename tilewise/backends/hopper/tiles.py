@@ -79,9 +79,9 @@ FOLDING = {
     (64, 64): Tiles(2, 128, 2, 5, True, False, 216, 72, 168),
     (96, 96): Tiles(2, 128, 2, -1, True, False, 216, 72, 168),
     (128, 128): Tiles(2, 128, 2, 0, True, False, 224, 56, 168),
-    (192, 192): Tiles(2, 64, 3, -1, True, True, 216, 72, 168),
-    (192, 128): Tiles(2, 128, 2, -1, True, True, 216, 72, 168),
-    (256, 256): Tiles(2, 64, 2, -1, True, True, 224, 56, 168),
+    (192, 192): Tiles(2, 64, 3, -1, True, True, 224, 56, 168),
+    (192, 128): Tiles(2, 128, 2, -1, True, True, 224, 56, 168),
+    (256, 256): Tiles(2, 64, 2, -1, True, True, 232, 40, 168),
 }
 """With what wants registers for each element: loads, a tanh; at other head dimensions than 128 every score term.
 Source: a sweep on an H200 for (128, 128), TFLOP/s: softcap 580 against 560 with PLAIN, ALiBi 669 against 717."""
@@ -94,6 +94,12 @@ LIGHT = {
     (256, 256): Tiles(2, 64, 2, -1, True, True, 232, 40, 168),
 }
 """With score terms without loads and functions for each element, which leave no registers for q."""
+SPARE = {
+    (192, 192): Tiles(2, 64, 3, -1, True, True, 232, 40, 168),
+    (192, 128): Tiles(2, 64, 4, -1, True, True, 224, 56, 168),
+    (256, 256): Tiles(2, 32, 4, 4, True, True, 224, 56, 168, 0, True),
+}
+"""With several things at once that want registers: half the keys of a block where that frees enough of them."""
 LATER = ((256, 256),)
 """Head dimensions of which a second launch does again what met values that are not finite; others do it themselves."""
 MANY = 128
@@ -122,18 +128,43 @@ def crowded(pair: tuple[int, int], mask: Mask, varlen: bool) -> bool:
     return mask.below or mask.other is not None
 
 
+def several(pair: tuple[int, int], spec: AttentionSpec, varlen: bool) -> bool:
+    """Whether a spec asks for more than one thing that wants registers of a tile."""
+    score, mask = score_of(spec.score, spec.keep), mask_of(spec.keep)
+    terms = spec.score is not None
+    sloped = score.slope is not None and score.rest is None
+    if pair == (192, 192):
+        return terms and varlen and mask.below
+    if terms and (mask.below or mask.other is not None):
+        return varlen or (pair == (256, 256) and not sloped)
+    if pair == (192, 128):
+        return varlen and (mask.other is not None or (terms and not sloped))
+    return varlen and mask.other is not None
+
+
 def default(pair: tuple[int, int], spec: AttentionSpec, varlen: bool = False) -> Tiles:
     """The tiles where no table says others."""
     score = score_of(spec.score, spec.keep)
+    if pair in SPARE and several(pair, spec, varlen):
+        return SPARE[pair]
     if score.slope is not None and score.rest is None and not reads_pairs(spec):
         return SLOPED[pair]
     if pair in SOFT and score.bounded:
         return SOFT[pair]
     if reads_pairs(spec):
-        return FOLDING[pair]
+        chosen = FOLDING[pair]
+        if spec.score is None:
+            return (
+                chosen._replace(worker=chosen.worker - 8, loader=chosen.loader + 16)
+                if pair in SPARE
+                else chosen
+            )
+        bare = pair == (256, 256) and spec.keep is None and not varlen
+        return chosen._replace(worker=240, loader=24) if bare else chosen
     if spec.score is None:
         return (CROWDED if crowded(pair, mask_of(spec.keep), varlen) else PLAIN)[pair]
-    return (FOLDING if hard(spec) else LIGHT).get(pair, FOLDING[pair])
+    chosen = (FOLDING if hard(spec) else LIGHT).get(pair, FOLDING[pair])
+    return chosen._replace(order=4) if pair == (256, 256) and varlen and not hard(spec) else chosen
 
 
 def pair_of(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
