@@ -148,3 +148,29 @@ def test_a_gradient_that_is_not_finite_is_left_to_the_reference(mask: tw.Mask | 
         out = tw.attention(q, k, v, scores=term, mask=mask, backend="cpu")
         (found,) = torch.autograd.grad(out.square().sum(), leaf)
         assert len(asked) == (least < 0.5) == int((~found.isfinite()).sum())
+
+
+@pytest.mark.parametrize("keys", [1040, 1036])
+def test_gradient_of_a_bias_met_once_of_several_pages(keys: int, poisoned_memory: None) -> None:
+    """Rows of whole lines go past the caches, others do not; pages are met before anything is stored in them."""
+    torch.manual_seed(2)
+    q, k, v = draw(1, 1, 1, 1024, keys, 16, 16)
+    bias = torch.randn(1, 1, 1024, keys)
+    found = []
+    for dtype, backend in ((torch.float64, "naive"), (torch.float32, "cpu")):
+        inputs = [t.to(dtype).requires_grad_() for t in (q, k, v, bias)]
+        out = tw.attention(*inputs[:3], scores=tw.bias(inputs[3]), backend=backend)
+        weights = torch.linspace(-1, 1, out.numel()).view(out.shape).to(dtype)
+        found.append(torch.autograd.grad(out, inputs, weights))
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dim", [16, 64, 96, 256])
+def test_a_row_that_sees_one_key_has_no_gradient_of_q(dim: int) -> None:
+    """Its weight is 1 and out is v, so that dp - delta is 0 where both are summed in the same parts."""
+    torch.manual_seed(3)
+    inputs = [t.requires_grad_() for t in draw(1, 2, 2, 600, 600, dim, dim)]
+    out = tw.attention(*inputs, mask=tw.causal(), backend="cpu")
+    (dq,) = torch.autograd.grad(out, inputs[:1], torch.randn_like(out))
+    assert not dq[:, :, 0].any()

@@ -28,7 +28,9 @@ from tilewise.backends.cpu.backward_rows import Operands, build_prepare, build_s
 from tilewise.backends.cpu.isa import BLOCK_ROWS, LINE, STRIP, uses_pairs
 from tilewise.backends.cpu.loops import EMPTY, FULL, JIT, Loops, build_loops, call_fold, kernel, row_of_q
 from tilewise.backends.cpu.micro import (
+    DEPTH,
     ROW,
+    SHORT,
     Micro,
     indirect,
     load_f32,
@@ -37,10 +39,12 @@ from tilewise.backends.cpu.micro import (
     store_f32,
     store_i64,
     take,
+    touch,
 )  # fmt: skip
 from tilewise.backends.cpu.pair_backward import build_pair_operands
 from tilewise.backends.cpu.pairs import Pairs
 from tilewise.backends.cpu.parameters import LANES, SEGMENT, P
+from tilewise.memory import HUGE
 
 if TYPE_CHECKING:
     from tilewise.backends.cpu.isa import Isa
@@ -184,9 +188,13 @@ def build_operands(isa: Isa, micro: BackwardMicro, loops: Loops) -> Operands:
 
     @njit(**JIT)
     def lane_dot(x, y, dim_v, to):
+        # In the parts in which scores are summed: where a row sees one key, dp - delta is 0 then.
+        depth = SHORT // 2 if dim_v <= SHORT else DEPTH
         for lane in range(0, BLOCK_ROWS, lanes):
             at = lane * 4 if wide else lane // STRIP * dim_v * STRIP * 4 + lane % STRIP * 4
-            dot(x + at, y + at, q_row, dim_v, to + lane * 4)
+            for d in range(0, dim_v, depth):
+                here = at + d * q_row
+                dot(x + here, y + here, q_row, min(depth, dim_v - d), to + lane * 4, d)
 
     @njit(**JIT)
     def standing(a, buffers, sources):
@@ -364,6 +372,12 @@ def build_backward(isa: Isa, dtype: str) -> Any:
         if on_pairs:
             configure(0)
         w = load_i64(a, P.scratch) + take(a + P.thread * 8) * load_i64(a, P.scratch_bytes)
+        # Tasks of one head write the same pages at the same time: each thread would wait for all of them to be cleared.
+        while True:
+            page = take(a + P.untouched * 8)
+            if page >= load_i64(a, P.fresh_pages):
+                break
+            touch(load_i64(a, P.fresh) + page * HUGE)
         while True:
             task = take(a + P.task * 8)
             if task >= load_i64(a, P.num_tasks):

@@ -16,18 +16,22 @@ class BackwardMicro(Micro):
 
     @functools.cached_property
     def lane_dot(self) -> Any:
-        """dot(x, y, row bytes, rows, to): one vector of lanes, the sum over rows of x y, in the order of a product."""
+        """dot(x, y, row bytes, rows, to, more): one vector of lanes, the sum over rows of x y, as a product sums.
 
-        def body(b, x, y, row, rows, to):
+        With `more` it is added to what stands there."""
+
+        def body(b, x, y, row, rows, to, more):
             w = self.words(b)
             total = cgutils.alloca_once(b, w.f)
             b.store(w.k(0.0), total)
             with cgutils.for_range(b, rows, intp=I64) as loop:
                 at = b.mul(loop.index, row)
                 b.store(w.fma(w.load(x, at), w.load(y, at), b.load(total)), total)
-            w.store(b.load(total), to)
+            part = b.load(total)
+            whole = b.fadd(part, w.load(to))
+            w.store(b.select(b.icmp_signed("!=", more, I64(0)), whole, part), to)
 
-        return _emit(_void(5), body, "x, y, row, rows, to")
+        return _emit(_void(6), body, "x, y, row, rows, to, more")
 
     def slopes(self, vectors: int = 1) -> Any:
         """slopes(s, dp, m, low, delta, count): neighbouring vectors of rows of a tile, s = p = e^(s - m - low),

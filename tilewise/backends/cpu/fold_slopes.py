@@ -18,7 +18,7 @@ import llvmlite.ir as ir
 
 from tilewise.backends.cpu import machine_code
 from tilewise.backends.cpu.fold import Tile
-from tilewise.backends.cpu.isa import STRIP
+from tilewise.backends.cpu.isa import LINE, STRIP
 from tilewise.backends.cpu.parameters import LANE as ROW
 from tilewise.backends.cpu.parameters import LANES
 from tilewise.backends.cpu.print_vector import KEY, LANE
@@ -73,6 +73,7 @@ class Site:
         if self.dimension is not None:
             self.buffer, self.addresses = room(self.b, F32, GROUP * STRIP), room(self.b, I64, STRIP)
             self.nowhere = room(self.b, F32, GROUP) if self.stored else None
+            self.places = self.b.alloca(I64)
 
     def clear(self) -> None:
         for cell in self.sums:
@@ -83,6 +84,7 @@ class Site:
         numbers are stored."""
         if self.dimension is None:
             return
+        self.b.store(I64(0), self.places)
         for v, printer in enumerate(rows):
             base, lanes = self._offset(printer, self.dimension)
             for lane in range(self.w.lanes):
@@ -92,6 +94,7 @@ class Site:
                 if self.stored:
                     address = self.b.select(self._again(strip, v * self.w.lanes + lane), I64(0), address)
                 self.w.store(address, self.addresses, 8 * (v * self.w.lanes + lane))
+                self.b.store(self.b.or_(self.b.load(self.places), address), self.places)
 
     def _again(self, strip: ir.Value, lane: int) -> ir.Value:
         """Whether a lane is the row of the lane before: so are those past the last row."""
@@ -131,7 +134,17 @@ class Site:
         whole = b.and_(whole, b.icmp_signed(">=", first, I64(0)))
         with b.if_else(whole) as (vectors, elements):
             with vectors:
-                self._add_squares(b.mul(first, stride))
+                offset = b.mul(first, stride)
+                if not self.stored or w.lanes != GROUP:
+                    self._add_squares(offset)
+                else:
+                    # Whole lines go past the caches: nobody reads them here, and none is fetched to be overwritten.
+                    line = b.and_(b.or_(b.load(self.places), offset), I64(LINE - 1))
+                    with b.if_else(b.icmp_signed("==", line, I64(0))) as (lines, others):
+                        with lines:
+                            self._add_squares(offset, past=True)
+                        with others:
+                            self._add_squares(offset)
             with elements, self.tile.loop(count, "turned") as key:
                 at, last = b.add(first, key), b.sub(size, I64(1))
                 at = b.select(b.icmp_signed("<", at, I64(0)), I64(0), at)
@@ -146,7 +159,7 @@ class Site:
                     else:
                         self._accumulate(b.add(start, at), value)
 
-    def _add_squares(self, offset: ir.Value) -> None:
+    def _add_squares(self, offset: ir.Value, past: bool = False) -> None:
         b, w = self.b, self.w
         places = []
         for lane in range(STRIP):
@@ -161,7 +174,10 @@ class Site:
             for key in range(0, GROUP, w.lanes):
                 columns = [w.load(self.buffer, 4 * ((key + n) * STRIP + lane)) for n in range(w.lanes)]
                 for to, row in zip(places[lane : lane + w.lanes], w.transpose(columns), strict=True):
-                    w.store(row if self.stored else b.fadd(w.load(to, 4 * key), row), to, 4 * key)
+                    if past:
+                        w.store_past(row, b.add(to, I64(4 * key)))
+                    else:
+                        w.store(row if self.stored else b.fadd(w.load(to, 4 * key), row), to, 4 * key)
 
     def _scatter(self, printer: VectorPrinter, value: ir.Value) -> None:
         base, lanes = self._offset(printer)
@@ -254,6 +270,8 @@ def print_slopes(
         for site in sites:
             site.flush(rows)
     _tell(w, b.load(wrong), grads)
+    if w.lanes == GROUP and any(site.stored for site in sites):
+        w.call("llvm.x86.sse.sfence", ir.VoidType())
     b.ret_void()
 
 

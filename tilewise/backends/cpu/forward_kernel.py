@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @kernel
 def build_close(isa: Isa, micro: Micro) -> Any:
     """close_rows(...): lse of a task's finished rows, and where their out goes."""
-    lanes, close = isa.lanes, micro.close
+    lanes, close, copy, place_rows, fill = isa.lanes, micro.close, micro.copy, micro.place_rows, micro.fill
 
     @njit(**JIT)
     def close_rows(a, w, seg, split, count, strips):
@@ -47,31 +47,39 @@ def build_close(isa: Isa, micro: Micro) -> Any:
             load_i64(seg, SEGMENT.tensor_b),
         )
         part, sink, dim_v = load_i64(seg, SEGMENT.splits) > 1, load_i64(a, P.sink), load_i64(a, P.head_dim_v)
-        for x in range(strips * STRIP):
-            h = load_i32(w + LANES.h, x)
-            row = load_i64(seg, SEGMENT.row0) + load_i32(w + LANES.i, x)
-            logit = f32(-math.inf)
-            if part:
-                flat = (split * heads + h) * total + load_i64(seg, SEGMENT.flat) + row
-                store_i64(w + LANES.out_address, x, load_i64(a, P.part_out) + flat * dim_v * 4)
-            else:
-                at = tensor_b * load_i64(a, P.out_b) + h * load_i64(a, P.out_h) + row * load_i64(a, P.out_n)
-                store_i64(w + LANES.out_address, x, load_i64(a, P.out) + at)
-                if sink:
-                    logit = load_f32(sink, h)
-            store_f32(w + LANES.sink, x, logit)
-        for x in range(0, strips * STRIP, lanes):
+        out, row0, used = load_i64(a, P.out), load_i64(seg, SEGMENT.row0), strips * STRIP
+        first = split * heads * total + load_i64(seg, SEGMENT.flat) + row0
+        if part:
+            base, head_bytes, row_bytes = load_i64(a, P.part_out), total * dim_v * 4, dim_v * 4
+            base += first * row_bytes
+            lse, lse_head = load_i64(a, P.part_lse) + first * 4, total * 4
+        else:
+            head_bytes, row_bytes = load_i64(a, P.out_h), load_i64(a, P.out_n)
+            base = out + tensor_b * load_i64(a, P.out_b) + row0 * row_bytes
+            lse, lse_head = (
+                load_i64(a, P.lse) + tensor_b * load_i64(a, P.lse_b) + row0 * 4,
+                load_i64(a, P.lse_h),
+            )
+        # Rows of one head follow one another.
+        h0, i0, alone = load_i32(w + LANES.h, 0), load_i32(w + LANES.i, 0), load_i64(a, P.packed) == 0
+        if alone:
+            place_rows(w + LANES.out_address, w + LANES.i, used, base + h0 * head_bytes, row_bytes)
+            fill(w + LANES.sink, used, load_f32(sink, h0) if sink and not part else f32(-math.inf))
+        else:
+            for x in range(used):
+                h = load_i32(w + LANES.h, x)
+                at = base + h * head_bytes + load_i32(w + LANES.i, x) * row_bytes
+                store_i64(w + LANES.out_address, x, at)
+                store_f32(w + LANES.sink, x, load_f32(sink, h) if sink and not part else f32(-math.inf))
+        for x in range(0, used, lanes):
             at = w + x * 4
             close(at + LANES.m, at + LANES.l, at + LANES.sink, at + LANES.inverse, at + LANES.lse)
-        for x in range(count):
-            h = load_i32(w + LANES.h, x)
-            row = load_i64(seg, SEGMENT.row0) + load_i32(w + LANES.i, x)
-            if part:
-                flat = (split * heads + h) * total + load_i64(seg, SEGMENT.flat) + row
-                store_f32(load_i64(a, P.part_lse), flat, load_f32(w + LANES.lse, x))
-            else:
-                at = load_i64(a, P.lse) + tensor_b * load_i64(a, P.lse_b) + h * load_i64(a, P.lse_h)
-                store_f32(at, row, load_f32(w + LANES.lse, x))
+        if alone:
+            copy(w + LANES.lse, lse + h0 * lse_head + i0 * 4, count)
+        else:
+            for x in range(count):
+                at = lse + load_i32(w + LANES.h, x) * lse_head
+                store_f32(at, load_i32(w + LANES.i, x), load_f32(w + LANES.lse, x))
         return part
 
     return close_rows
@@ -126,9 +134,9 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
     lanes, half, wide = isa.lanes, micro.dtype != "fp32", isa.wide > STRIP
     (sources, _), gather = build_sources(micro), build_gather(isa, micro)
     scores, weighted, widen, fill, drop = loops.scores, loops.weighted, loops.widen, loops.fill, loops.drop
-    next_run, pack, advance, exponentials = loops.next_run, loops.pack, micro.advance, micro.exponentials()
+    next_run, pack, advance, weights = loops.next_run, loops.pack, micro.advance, micro.weights()
     whole = BLOCK_ROWS // STRIP if wide else 0
-    exponentials_of_all = micro.exponentials(max(whole, 1))
+    weights_of_all = micro.weights(max(whole, 1))
 
     @njit(**JIT)
     def absorb(a, w, seg, tiles, column, v, strips):
@@ -144,13 +152,11 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
             at = w + x * 4
             advance(at + LANES.top, at + LANES.m, at + LANES.pivot, at + LANES.l, at + LANES.alpha)
         if strips == whole:
-            exponentials_of_all(s, p, p_row, w + LANES.pivot, w + LANES.l, keys)
+            weights_of_all(s, p, p_row, w + LANES.pivot, w + LANES.l, keys)
         else:
             for strip in range(strips):
-                at = w + strip * STRIP * 4
-                exponentials(
-                    s + strip * STRIP * 4, p + strip * p_strip, p_row, at + LANES.pivot, at + LANES.l, keys
-                )
+                at, tile, to = w + strip * STRIP * 4, s + strip * STRIP * 4, p + strip * p_strip
+                weights(tile, to, p_row, at + LANES.pivot, at + LANES.l, keys)
         if drops:
             drop(a, w, seg, s, j, keys, strips)
         dim_v, v_row = load_i64(a, P.head_dim_v), v[1]

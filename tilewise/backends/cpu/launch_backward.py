@@ -163,6 +163,9 @@ def backward(
         block.set(P.slopes_full, code.get("slopes_full", 0))
         block.set(P.slopes_partial, code.get("slopes_partial", 0))
         block.table(P.leaf_parts, sums.entries)
+        if sums.fresh is not None:
+            block.set(P.fresh, sums.fresh.data_ptr())
+            block.set(P.fresh_pages, 4 * sums.fresh.numel() // memory.HUGE)
         threads = pool.num_threads()
         block.scratch(scratch_bytes(problem), threads)
         for first, count in turns(problem, found) if sums.in_turn else [(0, tasks)]:

@@ -64,8 +64,8 @@ class LeafSums:
     """The buffers, one to a leaf or to a task and leaf, and the table of them that the kernels read.
 
     flag: the address of what is set where a contribution is not finite. ways: how each leaf's numbers get there.
-    in_turn: heads share a leaf too large for that, a bias of all heads: they go one after another, each with all
-    threads, and the splits of its keys share no element.
+    fresh: the largest of what is stored, memory that nobody has met. in_turn: heads share a leaf too large for that, a
+    bias of all heads: they go one after another, each with all threads, and the splits of its keys share no element.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class LeafSums:
         self.entries: list[int] = [flag]
         self.ways = [ADDED if want else NONE for want in wanted]
         self.fits, self.in_turn = True, False
+        self.fresh: Tensor | None = None
         loaded = (
             {int(n.value) for n in ex.loads(problem.spec.score)} if problem.spec.score is not None else set()
         )  # type: ignore[arg-type]
@@ -87,7 +88,9 @@ class LeafSums:
                 continue
             if tasks and met_once(problem, slot, leaf):
                 self.ways[slot] = STORED
-                self._add(memory.empty((1, *leaf.shape)), 0)
+                total = memory.empty((1, *leaf.shape))
+                self.fresh = total if self.fresh is None else max(self.fresh, total, key=torch.numel)
+                self._add(total, 0)
                 continue
             shared = self._spread(problem, slot, leaf)
             if not shared and tasks * leaf.numel() > LARGEST_PARTS:

@@ -165,6 +165,7 @@ def build_loops(isa: Isa, micro: Micro) -> Loops:
     scores, weighted = build_products(isa, micro)
     widen_vector, pack_square, element_load = micro.widen_vector, micro.pack_square, micro.element_load
     dropped, fill_vectors = drop_strip(micro), micro.fill
+    count_rows, place_rows = micro.count_rows, micro.place_rows
 
     @njit(**JIT)
     def fill(base, count, value):
@@ -204,14 +205,19 @@ def build_loops(isa: Isa, micro: Micro) -> Loops:
         q_h, q_n = load_i64(a, P.q_h), load_i64(a, P.q_n)
         base = load_i64(a, P.q) + load_i64(seg, SEGMENT.tensor_b) * load_i64(a, P.q_b)
         base += load_i64(seg, SEGMENT.row0) * q_n
-        for x in range(lanes_used):
-            r = min(first + x, total - 1)
-            i = r // group if packed else r
-            h = unit * group + r % group if packed else unit
-            store_i32(w + LANES.i, x, i32(i))
-            store_i32(w + LANES.q, x, i32(i + offset))
-            store_i32(w + LANES.h, x, i32(h))
-            store_i64(w + LANES.row_address, x, base + h * q_h + i * q_n)
+        if packed:
+            for x in range(lanes_used):
+                r = min(first + x, total - 1)
+                i, h = r // group, unit * group + r % group
+                store_i32(w + LANES.i, x, i32(i))
+                store_i32(w + LANES.q, x, i32(i + offset))
+                store_i32(w + LANES.h, x, i32(h))
+                store_i64(w + LANES.row_address, x, base + h * q_h + i * q_n)
+        else:
+            count_rows(w + LANES.i, lanes_used, first, total - 1, 1)
+            count_rows(w + LANES.q, lanes_used, first + offset, total - 1 + offset, 1)
+            count_rows(w + LANES.h, lanes_used, unit, unit, 0)
+            place_rows(w + LANES.row_address, w + LANES.i, lanes_used, base + unit * q_h, q_n)
         last = min(first + lanes_used, total) - 1
         n = w + LANES.numbers
         store_i32(n, NUMBER.b, i32(load_i64(seg, SEGMENT.b)))

@@ -37,7 +37,7 @@ _loaded: dict[str, dict[str, int]] = {}
 _said: list[str] = []
 
 
-_EMITTERS = ("isa", "parameters", "words", "micro", "dropout")
+_EMITTERS = ("isa", "parameters", "words", "lane_words", "micro", "dropout")
 _ROWS = ("pairs", "ahead", "rows_in_order", "row_micro", "dot_rows")
 _PAIRS = ("pairs", "pair_launch", "pair_loops", "pair_forward")
 SOURCES = {

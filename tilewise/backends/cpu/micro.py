@@ -19,15 +19,13 @@ from typing import TYPE_CHECKING, Any
 import llvmlite.ir as ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP
+from tilewise.backends.cpu.lane_words import LaneWords, _emit, _void
 from tilewise.backends.cpu.words import F32, HALF, I16, I32, I64, LOG2E, Words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tilewise.backends.cpu.isa import Isa
+    pass
 
 ROW = 4 * BLOCK_ROWS
 """Bytes of one row of a tile."""
@@ -44,24 +42,6 @@ a block, brought less or nothing. With AVX2 nothing was won on Zen 3."""
 SHORT = 16
 """A head of at most this size is summed in two halves: where it costs nothing, accuracy is free."""
 i64, f32 = types.int64, types.float32
-
-
-def _emit(signature: Any, body: Callable[..., Any], arguments: str) -> Any:
-    """An intrinsic of this signature whose code `body(builder, *values)` emits; a void one returns nothing."""
-    names = arguments.replace(" ", "").split(",")
-
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, values: tuple) -> Any:
-        result = body(builder, *values)
-        return context.get_dummy_value() if signature.return_type == types.void else result
-
-    scope: dict[str, Any] = {"pair": (signature, codegen)}
-    # Numba reads the argument names of the typing function, so it is written out.
-    exec(f"def word(typingctx, {', '.join(names)}):\n    return pair", scope)
-    return intrinsic(scope["word"])
-
-
-def _void(count: int, *more: Any) -> Any:
-    return types.void(*[i64] * count, *more)
 
 
 # ---- scalars -------------------------------------------------------------------------------------------------
@@ -112,6 +92,16 @@ arrive = _emit(i64(i64), _arrive, "base")
 """`take` for a count of who is done: what they wrote is seen by who comes last."""
 
 
+def _touch(b: ir.IRBuilder, base: ir.Value) -> ir.Value:
+    zero = I64(0)
+    b.cmpxchg(b.inttoptr(base, I64.as_pointer()), zero, zero, "monotonic", "monotonic")
+    return zero
+
+
+touch = _emit(i64(i64), _touch, "base")
+"""Meets the page of eight bytes as a write does, and changes nothing, whoever else writes there at that moment."""
+
+
 def indirect(result: Any, count: int) -> Any:
     """call(function, *arguments): a compiled function of the spec, int64 arguments, int64 or no result."""
     returned = ir.VoidType() if result == types.void else I64
@@ -128,17 +118,8 @@ def indirect(result: Any, count: int) -> Any:
 # ---- microkernels --------------------------------------------------------------------------------------------
 
 
-class Micro:
+class Micro(LaneWords):
     """The intrinsics of one target and one storage type."""
-
-    def __init__(self, isa: Isa, dtype: str) -> None:
-        self.isa, self.dtype = isa, dtype
-        self.lanes, self.size = isa.lanes, 4 if dtype == "fp32" else 2
-        self.vector_bytes = 4 * isa.lanes
-        self.strip_vectors = STRIP // isa.lanes
-
-    def words(self, b: ir.IRBuilder) -> Words:
-        return Words(b, self.lanes, self.isa.half)
 
     @functools.cached_property
     def element_load(self) -> Any:
@@ -166,35 +147,6 @@ class Micro:
             b.store(narrow, b.inttoptr(address, narrow.type.as_pointer()), align=self.size)
 
         return _emit(types.void(i64, i64, f32), body, "base, index, value")
-
-    @functools.cached_property
-    def fill(self) -> Any:
-        """fill(to, count, value): `count` float32, a multiple of lanes. A loop in Numba stores them one by one, 4096
-        for a block of rows at a head size of 64, which short calls feel."""
-
-        def body(b, to, count, value):
-            w = self.words(b)
-            vector = w.splat(value)
-            with cgutils.for_range(b, b.udiv(count, I64(self.lanes)), intp=I64) as loop:
-                w.store(vector, to, b.mul(loop.index, I64(self.vector_bytes)))
-
-        return _emit(_void(2, f32), body, "to, count, value")
-
-    @functools.cached_property
-    def ramp(self) -> Any:
-        """ramp(to, count, first, step): int64 first, first + step and so on, `count` of them and up to lanes / 2 - 1
-        more."""
-
-        def body(b, to, count, first, step):
-            w = self.words(b)
-            n = w.l.count
-            order = ir.Constant(w.l, list(range(n)))
-            numbers = b.add(w.splat_wide(first), b.mul(order, w.splat_wide(step)))
-            with cgutils.for_range(b, b.udiv(b.add(count, I64(n - 1)), I64(n)), intp=I64) as loop:
-                at = b.mul(loop.index, I64(n))
-                w.store(b.add(numbers, w.splat_wide(b.mul(at, step))), to, b.mul(at, I64(8)))
-
-        return _emit(_void(4), body, "to, count, first, step")
 
     def _sum(
         self, w: Words, sums: list, places: tuple, count: ir.Value, ahead: tuple[ir.Value, bool] | None
@@ -399,7 +351,12 @@ class Micro:
 
         return _emit(_void(5), body, "top, m, pivot, total, alpha")
 
-    def exponentials(self, strips: int = 1) -> Any:
+    def weights(self, strips: int = 1) -> Any:
+        """weights(s, p, p_row, pivot, l, count): `exponentials` in fewer operations: the exponent of 2 is rounded, as
+        s - pivot is, and the polynomial one degree shorter: errors of 6e-8 where s has such itself."""
+        return self.exponentials(strips, short=True)
+
+    def exponentials(self, strips: int = 1, short: bool = False) -> Any:
         """exponentials(s, p, p_row, pivot, l, count): neighbouring strips of a tile, p = e^(s - pivot), l += sums. p
         may be s."""
         vectors, step = range(strips * self.strip_vectors), self.vector_bytes
@@ -413,7 +370,11 @@ class Micro:
             with cgutils.for_range(b, count, intp=I64) as loop:
                 row, to_ = b.add(s, b.mul(loop.index, I64(ROW))), b.add(to, b.mul(loop.index, to_row))
                 shifted = [b.fsub(w.load(row, v * step), x) for v, x in zip(vectors, base, strict=True)]
-                for v, p in enumerate(w.weights(shifted)):
+                if short:
+                    found = w.powers([b.fmul(x, w.k(LOG2E)) for x in shifted])
+                else:
+                    found = w.weights(shifted)
+                for v, p in enumerate(found):
                     w.store(p, to_, v * step)
                     b.store(b.fadd(b.load(sums[v]), p), sums[v])
             for v in vectors:

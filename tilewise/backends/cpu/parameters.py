@@ -30,6 +30,7 @@ P = _slots(
     "sink_rows sink_rows_b sink_rows_h "
     "exact heads heads_kv group head_dim head_dim_v packed wide_out total_rows block_rows key_block superblock "
     "part_out part_lse arrived part_dq dq_rows turned_v copied leaf_parts leaf_part_bytes page_size num_pages together "
+    "untouched fresh fresh_pages "
     "scale sink "
     "dropout threshold factor seed_low seed_high h_offset b_offset "
     "classify fold_full fold_partial slopes_full slopes_partial spec count",
@@ -37,8 +38,9 @@ P = _slots(
 """A call. classify, fold_*, slopes_*: addresses of the spec's code, 0 where the spec has none. turned_v: v turned
 for products of pairs, or k and v in float32; 0 where each block is brought into shape when it is met. block_rows: rows
 of a task of the forward pass; dq_rows: rows of a block of dq. together: KV heads of a task of decode. arrived:
-splits that are done, by segment and head, all 0 between calls. threads: of the call, by which
-tasks of decode are shared out. count: of the slots."""
+splits that are done, by segment and head, all 0 between calls. untouched, fresh, fresh_pages: the next of so many huge
+pages that nobody has met, and where they begin. threads: of the call, by which tasks of decode are shared out. count:
+of the slots."""
 
 SEGMENT = _slots(
     "SEGMENT",
