@@ -1,11 +1,11 @@
 """The forward kernel for Hopper: out and lse of tiles of 64 * NWG rows.
 
-Grid: one program a multiprocessor, which draws tiles of rows (the last rows first) until none is left. Inside, one warp
-produces: it finds the key blocks of a tile that are not EMPTY, from last to first, by the mask's interval form on 32
-blocks at once, loads them by the copy engine, and sends each block's number with it. NWG warpgroups of 64 rows consume:
-S = q k^T of a block is issued together with O += P v of the block before, and the softmax runs under them.
-State in registers: acc (64, DV), m and l (64), P as operand. Shared memory: q, rings of ST blocks of k and v, out.
-A head dimension is D0 + D1 columns, of which each is a power of two (96 = 64 + 32).
+Grid: one program a multiprocessor, which draws tiles of rows (the last rows first) until none is left. Inside, one
+warp produces: it finds the key blocks of a tile that are not EMPTY, from last to first, by the mask's interval form on
+32 blocks at once, loads them by the copy engine, and sends each block's number with it. NWG warpgroups of 64 rows
+consume: S = q k^T of a block is issued together with O += P v of the block before, and the softmax runs under them.
+State in registers: acc (64, DV), m and l (64), P as operand. Shared memory: q, rings of ST blocks of k and v, out. A
+head dimension is D0 + D1 columns, of which each is a power of two (96 = 64 + 32).
 
 Source: Shah et al., FlashAttention-3, 2024, https://arxiv.org/abs/2407.08608; measurements in docs/hopper.md.
 """
@@ -201,17 +201,18 @@ def next_block(
     sv = it % ST
     phase = (it // ST) & 1
     it += 1
-    if ORDER <= 0:
-        mbarrier.wait(k_full.index(it % ST), (it // ST) & 1)
-    it, code = next_seen(it, w, code_s, k_full, k_empty, v_full, v_empty, ST, LEAPS and E0 + E1 == 64)
     st = it % ST
+    if ORDER <= 0:
+        mbarrier.wait(k_full.index(st), (it // ST) & 1)
+    code = get(code_s, st)
+    if LEAPS and E0 + E1 == 64:
+        it, code, st = next_seen(it, w, code, code_s, k_full, k_empty, v_full, v_empty, ST)
     s = scores_of(q_of, q2_of, k_s, k_s2, st, BN, D0, D1, SL)
     mbarrier.wait(v_full.index(sv), phase)
     acc, acc2 = add_values(acc, acc2, weights, v_s, v_s2, sv, BN, E0, E1, PL, PL2)
     parts = parts_here(parts, TIGHT)
     marks = marks_of(code, w, parts, rows, h, b, g, q_offset, k_offset, scale, data, BN, SL)
-    # All warps have read the code before the stage is given back: here, where they wait anyway.
-    gl.thread_barrier()
+    gl.thread_barrier()  # All warps have read the code before the stage is given back: here, where they wait anyway.
     if ORDER < 0:
         s, acc, acc2 = settle_all(s, acc, acc2, E1)
         release(v_empty.index(sv))
@@ -367,11 +368,11 @@ def consumer(
     """One warpgroup: 64 rows of each tile.
 
     ORDER: O += P v of the block before is waited for early (0), after the row maximum (4) or after the exponentials
-    (5): a wait for a barrier in between keeps the compiler from moving it up. With S (-1), which frees the registers of
-    P for folds that need many. BOUNDED: scores are a bounded number of powers of two above or below the row's shift, so
-    weights are taken without a maximum, and the state is never rescaled.
-    HELD: columns of q that products read from registers; its memory is free after the first S. APART: a row's
-    sum of weights stays with its four threads until the end.
+    (5): a wait for a barrier in between keeps the compiler from moving it up. With S (-1), which frees the registers
+    of P for folds that need many. BOUNDED: scores are a bounded number of powers of two above or below the row's
+    shift, so weights are taken without a maximum, and the state is never rescaled. HELD: columns of q that products
+    read from registers; its memory is free after the first S. APART: a row's sum of weights stays with its four
+    threads until the end.
     """
     o_s0, o_b, o_h, o_n, l_s, l_b, l_h = strides
     it = 0
@@ -407,10 +408,8 @@ def forward_program(
     ORDER: gl.constexpr, LAZY: gl.constexpr, HELD: gl.constexpr, APART: gl.constexpr, BOUNDED: gl.constexpr,
     GAPS: gl.constexpr, LATER: gl.constexpr, WORKER: gl.constexpr, LOADER: gl.constexpr,
 ):  # fmt: skip
-    """The partitions: NWG consumers and the producer. WORKER, LOADER: registers of a thread of each.
-
-    LATER: another launch does again what was left; it finds each program's lists at again_ptr, (programs, NWG) int32.
-    """
+    """The partitions: NWG consumers and the producer. WORKER, LOADER: registers of a thread of each. LATER: another
+    launch does again what was left; it finds each program's lists at again_ptr, (programs, NWG) int32."""
     dt: gl.constexpr = q_desc.dtype
     q_s = gl.allocate_shared_memory(dt, [NWG] + q_desc.block_shape, q_desc.layout)
     k_s = gl.allocate_shared_memory(dt, [ST] + k_desc.block_shape, k_desc.layout)

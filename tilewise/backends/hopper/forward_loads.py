@@ -110,16 +110,14 @@ def first_seen(it, w, code_s, k_full, k_empty, v_full, v_empty, ST: gl.constexpr
 
 
 @gluon.jit
-def next_seen(it, w, code_s, k_full, k_empty, v_full, v_empty, ST: gl.constexpr, LEAP: gl.constexpr):
-    """(use of the ring, code) of the block after the one whose values are still to be added, which is use it - 1.
+def next_seen(it, w, code, code_s, k_full, k_empty, v_full, v_empty, ST: gl.constexpr):
+    """(use of the ring, code, stage) of a block, or of the next if warpgroup w sees nothing of it.
 
-    LEAP: that block is left out if the warpgroup sees nothing of it, but only one: those values hold a stage. With two
-    stages that leaves a warpgroup nothing to go on with, and to look costs 1.7 % at D=128 (docs/hopper.md).
+    Only one is left out: the values of the block before, still to be added, hold a stage. With two stages that leaves a
+    warpgroup nothing to go on with, and to look costs 1.7 % at D=128 (docs/hopper.md).
     """
-    code = get(code_s, it % ST)
-    if LEAP:
-        if ((code >> (1 + w)) & (code ^ 1) & 1) != 0:
-            it, code = unseen(it, code_s, k_full, k_empty, v_full, v_empty, ST)
-            # Hidden from the assembler, which takes a number that a branch makes for known behind it.
-            it = hidden(it)
-    return it, code
+    if ((code >> (1 + w)) & (code ^ 1) & 1) != 0:
+        it, code = unseen(it, code_s, k_full, k_empty, v_full, v_empty, ST)
+        # Hidden from the assembler, which takes a number that a branch makes for known behind it.
+        it = hidden(it)
+    return it, code, it % ST
