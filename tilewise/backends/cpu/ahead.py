@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from numba.core import cgutils
 
+from tilewise.backends.cpu.isa import LINE
 from tilewise.backends.cpu.words import I64
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from tilewise.backends.cpu.row_micro import RowMicro
     from tilewise.backends.cpu.words import Words
 
-LINE = 64
 ASKED = 4
 """Lines that `scores` asks for at once where it asks between products: a group of four keys has as many lines of k in
 every step."""

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 import llvmlite.ir as ir
 from numba.core import cgutils
 
-from tilewise.backends.cpu.ahead import ASKED, LINE, Ahead
+from tilewise.backends.cpu.ahead import ASKED, Ahead
+from tilewise.backends.cpu.isa import LINE
 from tilewise.backends.cpu.micro import Micro, _emit, _void, f32, i64
 from tilewise.backends.cpu.rows_in_order import HEADS, scores_by_key
 from tilewise.backends.cpu.words import F32, I1, I8, I32, I64

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from numba.core import cgutils
 
-from tilewise.backends.cpu.ahead import LINE
+from tilewise.backends.cpu.isa import LINE
 from tilewise.backends.cpu.words import I64
 
 if TYPE_CHECKING:

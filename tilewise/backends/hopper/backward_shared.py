@@ -77,22 +77,8 @@ def next_code(u, wanted, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, 
 
 @gluon.jit
 def code_before(
-    u,
-    n_m,
-    units,
-    j0,
-    j1,
-    n_q,
-    group,
-    q_offset,
-    k_offset,
-    b,
-    g,
-    data,
-    flip,
-    BM: gl.constexpr,
-    ORDER: gl.constexpr,
-):
+    u, n_m, units, j0, j1, n_q, group, q_offset, k_offset, b, g, data, flip, BM: gl.constexpr, ORDER: gl.constexpr,
+):  # fmt: skip
     """The number of the last row tile before u that is not EMPTY, of which there is one."""
     chunk = (u - 1) // 32
     found = -1
@@ -274,9 +260,9 @@ def produce(
 def flipped(t, n, sizes):
     """(whether tile t of keys is flipped, its number then); n: what it is else.
 
-    Where a tile of rows is as long as one of keys, a tile of keys under a causal mask has one row tile less than the
-    one before it, and is one behind: those that begin together end together, and the next wait for one another again.
-    From the last keys to the first, and from the first rows, each is at a row tile one step after the one before it.
+    Where later keys are hidden and a tile of rows is as long as one of keys, a tile of keys has one row tile less than
+    the one before it, and is one behind: those that begin together end together, and the next ones wait again. From
+    the last keys to the first, and from the first rows, each is at a row tile one step after the one before it.
     But the longest tiles come last then, so the last heads go the other way."""
     batch, heads, group, _, _, _, key_tiles, swizzle = sizes
     units = batch * (heads // group)

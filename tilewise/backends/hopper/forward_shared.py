@@ -93,7 +93,7 @@ def parts_of(rows, q_offset, b, h, g, scale, data):
 @gluon.constexpr_function
 def tight(packed, varlen, width):
     """Whether a kind has no registers for what rows and columns make before the loop: packed heads or sequences, or
-    windows, with score terms that are no tanh of the products alone."""
+    rows cut from below, with score terms that are no tanh of the products alone."""
     return bool(SCORED and not PAIRED and (packed > 1 or BELOW or (varlen and width != 256)))
 
 
