@@ -67,3 +67,15 @@ def test_what_a_mask_hides_changes_no_bit(head_dim):
     v[:, :, 5] = float("nan")
     seen = tw.attention(q, k, v, mask=tw.document(ids), backend="triton").isnan().all(-1)
     assert torch.equal(seen, (ids == 0)[:, None].expand(1, 2, 700))
+
+
+@pytest.mark.parametrize("backend", ("auto", "triton"))
+def test_packed_tokens_of_no_sequence_at_all(backend):
+    edges = torch.zeros(1, dtype=torch.int32, device="cuda")
+    nobody = torch.zeros(0, dtype=torch.int64, device="cuda")
+    q, k, v = (_drawn(3, h, 64).requires_grad_() for h in (2, 1, 1))
+    for options in ({}, {"mask": tw.causal(), "q_offset": nobody, "k_offset": nobody}):
+        out, lse = tw.attention_varlen(q, k, v, edges, edges, backend=backend, return_lse=True, **options)
+        gradients = torch.autograd.grad(out.sum(), (q, k, v))
+        assert torch.isneginf(lse).all()
+        assert not any(t.any() for t in (out, *gradients))

@@ -93,9 +93,12 @@ class Triton:
         )  # fmt: skip
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """(out, lse). A leaf of a type that kernels do not read sends the call to the reference."""
+        """(out, lse). A leaf of a type that kernels do not read sends the call to the reference, and so does a batch
+        of nothing, whose tables have no entry to read."""
         from tilewise.backends.triton import launch_decode, launch_forward
 
+        if problem.shape.batch == 0:
+            return self._exact.forward(problem, inputs)
         launch = launch_decode if launch_decode.takes(problem, inputs) else launch_forward
         found = launch.forward(problem, inputs)
         return self._exact.forward(problem, inputs) if found is None else found
@@ -104,6 +107,8 @@ class Triton:
         """A function for calls like this one (`tilewise.quick`); None where the long way is as good."""
         from tilewise.backends.triton import launch_decode, prepared, prepared_decode
 
+        if problem.shape.batch == 0:
+            return None
         if launch_decode.takes(problem, inputs):
             return prepared_decode.prepare(problem, inputs)
         return prepared.prepare(problem, inputs)
@@ -116,13 +121,14 @@ class Triton:
         grads: tuple[Tensor, Tensor | None],
         needs: Needs,
     ) -> Gradients:
-        """All gradients. Pools of pages, a leaf of a type that kernels do not read, and under `deterministic` one
-        whose sums would have no order, send the call to the reference."""
+        """All gradients. A batch of nothing, pools of pages, a leaf of a type that kernels do not read, and under
+        `deterministic` one whose sums would have no order, send the call to the reference."""
         from tilewise.backends.triton import launch_backward, launch_forward
 
         slots = launch_forward.slots_of(problem, inputs)
         if (
             slots is None
+            or problem.shape.batch == 0
             or problem.options.pages
             or (problem.options.deterministic and launch_backward.needs_atomics(problem, inputs, needs))
         ):
