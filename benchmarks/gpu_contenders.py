@@ -40,9 +40,10 @@ class Refused(Exception):
 class Cell:
     """One problem. mask: full, causal, window:W (causal, W keys back), documents:MEAN (causal inside each), packed:MEAN
     (the same as packed sequences), user (causal, and of every STRIDE distances the first half) or user:STRIDE, whose
-    number a function captures, or literal:STRIDE, where it stands in the function's text.
-    score: "", alibi, softcap, bias (a trained (1, H, N, N)), column_bias (trained, (B, 1, 1, N)), sink (a trained
-    (H,))."""
+    number a function captures, or literal:STRIDE, where it stands in the function's text; prefix:W (causal, and the
+    first W keys for all, a number for each batch entry).
+    score: "", alibi, softcap, bias (a trained (1, H, N, N)), column_bias (trained, (B, 1, 1, N)), and trained (H,):
+    sink, slopes (of ALiBi), factor (of a user's term)."""
 
     name: str
     batch: int
@@ -94,6 +95,8 @@ class Cell:
             return causal & (q - j <= self.mask_number)
         if kind in ("documents", "packed"):
             return causal & (self.documents[i] == self.documents[j])
+        if kind == "prefix":
+            return causal | (j < self.mask_number)
         stride = self.mask_number or STRIDE
         return causal & ((q - j) % stride < stride // 2) if kind in ("user", "literal") else causal
 
@@ -128,7 +131,7 @@ class Cell:
             made.append(torch.randn(1, self.heads, self.rows, self.n, device="cuda", dtype=self.dtype))
         if self.score == "column_bias":
             made.append(torch.randn(self.batch, 1, 1, self.n, device="cuda", dtype=self.dtype))
-        if self.score == "sink":
+        if self.score in ("sink", "slopes", "factor"):
             made.append(torch.randn(self.heads, device="cuda"))
         return made
 
@@ -156,6 +159,8 @@ def ours(cell: Cell, backend: str) -> tuple[str, Attend]:
         mask = mask & tw.window(cell.mask_number, 0)
     if kind == "documents":
         mask = mask & tw.document(cell.documents[None].expand(cell.batch, -1))
+    if kind == "prefix":
+        mask = mask | tw.prefix(torch.full((cell.batch,), cell.mask_number, device="cuda"))
     if kind == "user":
         mask = mask & _dilated(cell.mask_number or STRIDE)
     if kind == "literal":
@@ -164,6 +169,7 @@ def ours(cell: Cell, backend: str) -> tuple[str, Attend]:
         "alibi": lambda: (tw.alibi(tw.alibi_slopes(cell.heads).to("cuda")),),
         "softcap": lambda: (tw.softcap(30.0),),
     }
+    trained = {"slopes": tw.alibi, "factor": lambda t: tw.custom_score(lambda s, h, t: s * t[h], t)}
     terms = fixed[cell.score]() if cell.score in fixed else ()
     deterministic = {"atomics": False, "exact": True}.get(option)
     if kind == "packed":
@@ -178,7 +184,8 @@ def ours(cell: Cell, backend: str) -> tuple[str, Attend]:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *leaf: Tensor) -> Tensor:
         sink = leaf[0] if cell.score == "sink" else None
-        scores = terms if sink is not None else tuple(tw.bias(t) for t in leaf) or terms
+        term = trained.get(cell.score, tw.bias)
+        scores = terms if sink is not None else tuple(term(t) for t in leaf) or terms
         return tw.attention(
             q, k, v, mask=mask, scores=scores, sink=sink, dropout=cell.dropout, backend=name,
             deterministic=deterministic,
@@ -218,6 +225,8 @@ def flex(cell: Cell, mode: str | None, options: dict[str, Any] | None = None) ->
 
     if cell.dropout or cell.score == "sink":
         raise Refused("flex_attention has neither dropout nor sinks")
+    if cell.score in ("slopes", "factor") or cell.mask.startswith("prefix"):
+        raise Refused("not written for flex_attention here")
     if cell.mask.startswith("packed"):
         raise Refused("packed sequences are documents as a mask")
     torch._dynamo.reset()
@@ -362,6 +371,11 @@ SECTIONS: dict[str, tuple[Cell, ...]] = {
         Cell("sink-D64-N4096-causal-gqa", 4, 32, 4, 4096, 64, "causal", "sink"),
         Cell("sink-D64-N4096-window128-gqa", 4, 32, 4, 4096, 64, "window:128", "sink"),
         Cell("sink-D128-N1024-causal", 16, 16, 16, 1024, 128, "causal", "sink"),
+        Cell("slopes-D128-N4096-causal", 4, 16, 16, 4096, 128, "causal", "slopes"),
+        Cell("slopes-D64-N4096-causal", 4, 32, 32, 4096, 64, "causal", "slopes"),
+        Cell("factor-D128-N4096-causal", 4, 16, 16, 4096, 128, "causal", "factor"),
+        Cell("prefix512-D128-N4096", 4, 16, 16, 4096, 128, "prefix:512"),
+        Cell("prefix512-D64-N1024", 16, 32, 32, 1024, 64, "prefix:512"),
         Cell("documents1024-D128", 1, 16, 16, 16384, 128, "documents:1024"),
         Cell("documents1024-D64", 1, 32, 32, 16384, 64, "documents:1024"),
         Cell("D256-N1024-causal", 16, 8, 8, 1024, 256, "causal"),
