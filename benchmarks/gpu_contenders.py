@@ -131,7 +131,9 @@ class Cell:
             made.append(torch.randn(1, self.heads, self.rows, self.n, device="cuda", dtype=self.dtype))
         if self.score == "column_bias":
             made.append(torch.randn(self.batch, 1, 1, self.n, device="cuda", dtype=self.dtype))
-        if self.score in ("sink", "slopes", "factor"):
+        if self.score == "slopes":
+            made.append(tw.alibi_slopes(self.heads).to("cuda"))
+        if self.score in ("sink", "factor"):
             made.append(torch.randn(self.heads, device="cuda"))
         return made
 

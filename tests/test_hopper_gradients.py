@@ -193,6 +193,14 @@ def test_strides_and_offsets_of_batch_entries(d: int) -> None:
     _check(call)
 
 
+@pytest.mark.parametrize("packed", ((), USUAL), ids=("dense", "packed"))
+def test_a_gradient_that_begins_two_bytes_late(packed: Any) -> None:
+    call = Call(64, packed=packed, mask=CAUSAL)
+    call.do = torch.cat((call.do.new_zeros(1), call.do.flatten()))[1:].view_as(call.do)
+    assert call.do.is_contiguous() and call.do.data_ptr() & 15
+    _check(call)
+
+
 @pytest.mark.parametrize("d", (64, 128, 256))
 def test_what_nobody_sees_may_be_anything(d: int) -> None:
     lengths = torch.tensor([570, 699], device="cuda")
