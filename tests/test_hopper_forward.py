@@ -227,6 +227,7 @@ def test_auto_brings_here_what_was_measured():
         _problem(1024, 64, tw.causal(), batch=16),
         _problem(4096, 256, tw.causal() & tw.window(1000, 0), needs_grad=True),
         _problem(4096, 128, tw.causal(), tw.alibi(slopes)),
+        _problem(4096, 128, tw.causal(), tw.alibi(slopes), needs_grad=True),
         replace(_problem(4096, 128, tw.causal(), needs_grad=True), dtype=torch.float16),
         _problem(4096, 128, tw.window(100, None)),
         packed,
@@ -237,7 +238,6 @@ def test_auto_brings_here_what_was_measured():
         "operations": _problem(1024, 64, batch=1),
         "head dimensions": _problem(8192, 32),
         "for each pair or column": _problem(4096, 128, tw.causal() & tw.document(ids)),
-        "gradients": _problem(4096, 128, tw.causal(), tw.alibi(slopes), needs_grad=True),
         "at least 768": replace(packed, shape=packed.shape._replace(batch=64)),
     }
     for problem in taken:

@@ -45,8 +45,4 @@ def reasons_for_auto(problem: Problem) -> list[Reason]:
             "a tensor's element for each pair or column",
             "one for a row, or none",
         )
-    if problem.needs_grad and (problem.spec.score is not None or problem.spec.leaves):
-        because("gradients", "score terms or masks that read tensors", "masks of positions")
-    if problem.needs_grad and problem.spec.sink:
-        because("gradients", "a sink", "none")
     return reasons
