@@ -267,15 +267,6 @@ def test_blocks_of_arguments_hold_each_address_once_both_ways_agree(
         assert all(one[1:] == (0, *filled[0][2:]) and one[2] > 4 and one[3] == 7 for one in filled)
 
 
-def test_a_copy_for_the_copy_engine_begins_where_it_reads() -> None:
-    from tilewise.backends.hopper.launch_backward import laid_out
-
-    late = torch.randn(1 + 2 * 3 * 8).bfloat16()[1:].view(1, 2, 3, 8)
-    made = laid_out(late, torch.float16)
-    assert late.is_contiguous() and late.data_ptr() & 15 and not laid_out(late, late.dtype).data_ptr() & 15
-    assert torch.equal(made, late.half()) and laid_out(late.expand(2, 2, 3, 8), late.dtype).is_contiguous()
-
-
 def test_memory_is_linear_in_length() -> None:
     from tilewise.backends.hopper.backward_tiles import split_of, workspace_bytes
 

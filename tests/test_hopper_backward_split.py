@@ -91,3 +91,12 @@ def test_cut_tiles_against_float64(batch, heads, n, m, d) -> None:
         for one, other in zip(found[-1], wanted, strict=True):
             assert float((one.double() - other).norm() / other.norm()) < 6e-3
     assert all(torch.equal(a, b) for got in found for a, b in zip(got[1:], found[0][1:], strict=True))
+
+
+def test_a_copy_for_the_copy_engine_begins_where_it_reads() -> None:
+    from tilewise.backends.hopper.launch_backward import laid_out
+
+    late = torch.randn(1 + 2 * 3 * 8).bfloat16()[1:].view(1, 2, 3, 8)
+    made = laid_out(late, torch.float16)
+    assert late.is_contiguous() and late.data_ptr() & 15 and not laid_out(late, late.dtype).data_ptr() & 15
+    assert torch.equal(made, late.half()) and laid_out(late.expand(2, 2, 3, 8), late.dtype).is_contiguous()
