@@ -63,17 +63,20 @@ class Hopper:
         return reasons
 
     def plan(self, problem: Problem) -> Schedule:
-        from tilewise.backends.hopper import launch_forward
+        from tilewise.backends.hopper import launch_forward, roomier
         from tilewise.backends.triton.machine import INTERPRETED, machine_of
 
         machine = machine_of(torch.cuda.current_device()) if torch.cuda.is_available() else INTERPRETED
-        plan = launch_forward.schedule(problem, machine)
+        settled = roomier.settled(problem)
+        plan = launch_forward.schedule(problem, machine, 0, settled)
         s = problem.shape
         lines = s.num_heads_q * s.seqlen_q * (1 if problem.options.layout == "varlen" else s.batch)
         workspace = 4 * plan.splits * lines * (s.head_dim_v + 1) if plan.splits > 1 else 0
         notes = (
             f"{plan.tiles.warpgroups} warpgroups of 64 rows and a producer; tiles are drawn, the last rows first",
         )
+        if settled is not None:
+            notes += ("its kernel spilled with the tiles of its kind, and has roomier ones",)
         if plan.pack > 1:
             notes += (f"rows of a tile are those of {plan.pack} heads",)
         if problem.needs_grad:

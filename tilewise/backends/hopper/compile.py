@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise.backends.hopper.reading import quick_reading
+from tilewise.backends.hopper.spills import spilled
 from tilewise.backends.triton import compiler_digest, stored
 from tilewise.backends.triton.compile import POINTERS, Build, Launcher
 from tilewise.backends.triton.kernel_keys import settle
@@ -83,11 +84,12 @@ class GluonLauncher(Launcher):
     """A compiled Gluon kernel on one device.
 
     It is launched as kernels are that an earlier process kept, and by Triton's launcher where that cannot be: to make
-    that one compiles a file in C.
+    that one compiles a file in C. spilled: bytes a thread for which registers do not suffice.
     """
 
     def __init__(self, kernel: Any, build: Build, device: int) -> None:
         self.compiled = compile_gluon(kernel, build)
+        self.spilled = spilled(self.compiled.asm["cubin"])
         self.device, self.types = device, build.types
         self.stored = stored.of(self.compiled, build, device)
         if self.stored is not None:

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tilewise.backends.hopper.forward_place import line_of
 from tilewise.backends.hopper.names import tma_store
-from tilewise.backends.hopper.rings import get, put_wide
+from tilewise.backends.hopper.rings import get, here, put_wide
 
 LOWEST = gl.constexpr(-3.4028234e38)
 LOG2 = gl.constexpr(1.4426950408889634)
@@ -75,26 +75,45 @@ def leave(again_s, w, about, number, row0, n_q, lse_ptr, strides, PACK: gl.const
 
 
 @gluon.jit
-def store_rows(pointers, acc, inverse, alive, size, FIRST, E: gl.constexpr, OL: gl.constexpr):
+def columns_of(E: gl.constexpr, OL: gl.constexpr, FRESH: gl.constexpr):
+    """0 .. E - 1. FRESH: from a thread's number in its warp, which is read where it stands: else the compiler makes
+    them, and which of them are columns of out, before all tiles and keeps them."""
+    d = gl.arange(0, E, layout=gl.SliceLayout(0, OL))
+    if FRESH:
+        return gl.inline_asm_elementwise(
+            "{ .reg .b32 t; mov.u32 t, %laneid; and.b32 t, t, 3; shl.b32 t, t, 1; add.s32 $0, $2, t; "
+            "add.s32 $1, $0, 1; }",
+            "=r,=r,r,r", [d & -8], dtype=gl.int32, is_pure=False, pack=2,
+        )  # fmt: skip
+    else:
+        return d
+
+
+@gluon.jit
+def store_rows(
+    pointers, acc, inverse, alive, size, FIRST, E: gl.constexpr, OL: gl.constexpr, FRESH: gl.constexpr = False
+):
     """acc * inverse to memory, row by row."""
-    d = FIRST + gl.arange(0, E, layout=gl.SliceLayout(0, OL))
+    d = FIRST + columns_of(E, OL, FRESH)
     out = (acc * inverse[:, None]).to(pointers.dtype.element_ty)
     gl.store(pointers[:, None] + d[None, :], out, mask=alive[:, None] & (d < size)[None, :])
 
 
 @gluon.jit
 def write_rows(pointers, acc, acc2, inverse, alive, size, E0: gl.constexpr, E1: gl.constexpr, OL: gl.constexpr,
-               OL2: gl.constexpr):  # fmt: skip
+               OL2: gl.constexpr, FRESH: gl.constexpr):  # fmt: skip
     """Both parts of a tile to memory, row by row; pointers, inverse, alive: of rows, in the layout of the scores."""
+    if FRESH:
+        size = here(size)
     RO: gl.constexpr = gl.SliceLayout(1, OL)
     RO2: gl.constexpr = gl.SliceLayout(1, OL2)
     store_rows(
         gl.convert_layout(pointers, RO), acc, gl.convert_layout(inverse, RO), gl.convert_layout(alive, RO), size, 0,
-        E0, OL)  # fmt: skip
+        E0, OL, FRESH)  # fmt: skip
     if E1 > 0:
         store_rows(
             gl.convert_layout(pointers, RO2), acc2, gl.convert_layout(inverse, RO2), gl.convert_layout(alive, RO2),
-            size, E0, E1, OL2)  # fmt: skip
+            size, E0, E1, OL2, FRESH)  # fmt: skip
 
 
 @gluon.jit
@@ -129,7 +148,7 @@ def write_tile(desc, desc2, o, o2, at, acc, acc2, inverse, broken_s, WAIT: gl.co
 def write_out(
     desc, desc2, o, o2, out_ptr, strides, where, acc, acc2, inverse, rows, h_rows, size, broken_s, WAIT: gl.constexpr,
     CARE: gl.constexpr, STORE: gl.constexpr, VARLEN: gl.constexpr, PACK: gl.constexpr, E0: gl.constexpr,
-    E1: gl.constexpr, OL: gl.constexpr, OL2: gl.constexpr,
+    E1: gl.constexpr, OL: gl.constexpr, OL2: gl.constexpr, FRESH: gl.constexpr,
 ):  # fmt: skip
     """A tile to memory unless it is broken: by the copy engine if STORE says so and it is whole, else row by row.
 
@@ -148,7 +167,7 @@ def write_out(
             gl.thread_barrier()
             broken = is_broken(broken_s)
             alive = alive & (broken == 0)
-        write_rows(pointers, acc, acc2, inverse, alive, size, E0, E1, OL, OL2)
+        write_rows(pointers, acc, acc2, inverse, alive, size, E0, E1, OL, OL2, FRESH)
     else:
         inner = 0 if PACK > 1 else head - g * group
         at = (b, g, row0 + first, inner)

@@ -191,8 +191,8 @@ def next_block(
     it, m, l, acc, acc2, weights, q_of, q2_of, w, k_s, k_s2, v_s, v_s2, code_s, k_full, k_empty, v_full,  # noqa: E741
     v_empty, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, FUSED: gl.constexpr, BN: gl.constexpr,
     D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr, ST: gl.constexpr, ORDER: gl.constexpr,
-    LAZY: gl.constexpr, APART: gl.constexpr, BOUNDED: gl.constexpr, TIGHT: gl.constexpr, SL: gl.constexpr,
-    OL: gl.constexpr, OL2: gl.constexpr,
+    LAZY: gl.constexpr, APART: gl.constexpr, BOUNDED: gl.constexpr, TIGHT: gl.constexpr, FRESH: gl.constexpr,
+    SL: gl.constexpr, OL: gl.constexpr, OL2: gl.constexpr,
 ):  # fmt: skip
     """S of the next block under O += P v of the one before, and its softmax: (use, code, m, l, acc, acc2, weights)."""
     PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
@@ -220,8 +220,8 @@ def next_block(
         s = warpgroup_mma_wait(AHEAD, deps=(s,))
     release(k_empty.index(st))
     s, rate, shift = fold(
-        s, code, w, marks, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, False, FUSED, BOUNDED, BN,
-        SL)  # fmt: skip
+        s, code, w, marks, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, False, FUSED, BOUNDED, BN, SL,
+        FRESH)  # fmt: skip
     alpha = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, SL))
     if not BOUNDED:
         m, alpha = raise_top(m, top_of(s, rate, shift), GROWTH, LAZY)
@@ -253,7 +253,7 @@ def one_tile(
     BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr, ST: gl.constexpr,
     PACK: gl.constexpr, VARLEN: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr, SINK: gl.constexpr,
     CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr, ORDER: gl.constexpr, LAZY: gl.constexpr,
-    HELD: gl.constexpr, APART: gl.constexpr, BOUNDED: gl.constexpr,
+    HELD: gl.constexpr, APART: gl.constexpr, BOUNDED: gl.constexpr, FRESH: gl.constexpr,
 ):  # fmt: skip
     """Tile ti of a warpgroup, whose batch entry is b: the use of the rings after it."""
     dt: gl.constexpr = q_s.dtype
@@ -277,7 +277,7 @@ def one_tile(
     q_offset = offset_of(q_offset0, q_offset_ptr, b, n_k - n_q, Q_OFFSET)
     k_offset = offset_of(k_offset0, k_offset_ptr, b, 0, K_OFFSET)
     # Where accumulators leave few registers, nothing of a thread's rows is kept from tile to tile.
-    AFRESH: gl.constexpr = (E0 == 256 and (VARLEN or CROWDED)) or (E0 == 64 and CROWDED)
+    AFRESH: gl.constexpr = FRESH or (E0 == 256 and (VARLEN or CROWDED)) or (E0 == 64 and CROWDED)
     rows, h_rows = lines_of(head, base, w, PACK, RL, AFRESH)
     h = h_rows[:, None] if PACK > 1 else head
     parts = parts_of(rows, q_offset, b, h, g, scale, data)
@@ -296,8 +296,8 @@ def one_tile(
         # Products have q in registers: loads of all warps are over, which a barrier alone does not wait for.
         release(q_empty.index(w))
     s, rate, shift = fold(
-        s, code, w, marks, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, True, FUSED, BOUNDED, BN,
-        SL)  # fmt: skip
+        s, code, w, marks, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, True, FUSED, BOUNDED, BN, SL,
+        FRESH)  # fmt: skip
     if BOUNDED:
         m = shift
     else:
@@ -314,7 +314,7 @@ def one_tile(
         it, code, m, l, acc, acc2, weights = next_block(  # noqa: E741
             it, m, l, acc, acc2, weights, q_of, q2_of, w, k_s, k_s2, v_s, v_s2, code_s, k_full, k_empty, v_full,
             v_empty, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data, FUSED, BN, D0, D1, E0, E1, ST,
-            ORDER, LAZY, APART, BOUNDED, tight(PACK, VARLEN, E0), SL, OL, OL2)  # fmt: skip
+            ORDER, LAZY, APART, BOUNDED, FRESH or tight(PACK, VARLEN, E0), FRESH, SL, OL, OL2)  # fmt: skip
     if HELD < D0 + D1 and not SHARED_OUT:
         give_back(q_empty.index(w))
     sv = it % ST
@@ -342,7 +342,7 @@ def one_tile(
         o_desc, o_desc2, o_s.index(w), o_s2.index(w), out_ptr, (o_s0, o_b, o_h, o_n),
         (split, tb, row0, n_q, first, head, g, group), acc, acc2, inverse, rows, h_rows, size_dv,
         broken_s.index(here(w) if AFRESH else w), not SHARED_OUT, CARE, STORE, VARLEN, PACK, E0, E1, OL,
-        OL2)  # fmt: skip
+        OL2, FRESH)  # fmt: skip
     if CARE:
         if broken != 0:
             about = (get(tile_s, at), get(tile_s, at + 1), get(tile_s, at + 3), get(tile_s, at + 4))
@@ -363,7 +363,8 @@ def consumer(
     BN: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, E0: gl.constexpr, E1: gl.constexpr, ST: gl.constexpr,
     PACK: gl.constexpr, VARLEN: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr, SINK: gl.constexpr,
     CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr, ORDER: gl.constexpr, LAZY: gl.constexpr,
-    HELD: gl.constexpr, APART: gl.constexpr, BOUNDED: gl.constexpr, GAPS: gl.constexpr, USED_Q: gl.constexpr,
+    HELD: gl.constexpr, APART: gl.constexpr, BOUNDED: gl.constexpr, FRESH: gl.constexpr, GAPS: gl.constexpr,
+    USED_Q: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 rows of each tile.
 
@@ -389,7 +390,7 @@ def consumer(
             again_s, broken_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr,
             lse_ptr, sink_ptr, strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, data, FUSED, NWG, BN, D0,
             D1, E0, E1, ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, HELD, APART,
-            BOUNDED)  # fmt: skip
+            BOUNDED, FRESH)  # fmt: skip
         ti += 1
         mbarrier.wait(tile_full.index(ti & 1), (ti >> 1) & 1)
         b = get(tile_s, (ti & 1) * FIELDS)
@@ -406,7 +407,7 @@ def forward_program(
     VARLEN: gl.constexpr, USED_Q: gl.constexpr, USED_K: gl.constexpr, Q_OFFSET: gl.constexpr, K_OFFSET: gl.constexpr,
     SINK: gl.constexpr, CARE: gl.constexpr, STORE: gl.constexpr, SHARED_OUT: gl.constexpr, RANGES: gl.constexpr,
     ORDER: gl.constexpr, LAZY: gl.constexpr, HELD: gl.constexpr, APART: gl.constexpr, BOUNDED: gl.constexpr,
-    GAPS: gl.constexpr, LATER: gl.constexpr, WORKER: gl.constexpr, LOADER: gl.constexpr,
+    FRESH: gl.constexpr, GAPS: gl.constexpr, LATER: gl.constexpr, WORKER: gl.constexpr, LOADER: gl.constexpr,
 ):  # fmt: skip
     """The partitions: NWG consumers and the producer. WORKER, LOADER: registers of a thread of each. LATER: another
     launch does again what was left; it finds each program's lists at again_ptr, (programs, NWG) int32."""
@@ -450,13 +451,13 @@ def forward_program(
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
                 strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED, NWG, BN, D0, D1, E0, E1,
                 ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, HELD, APART,
-                BOUNDED, GAPS, USED_Q)),
+                BOUNDED, FRESH, GAPS, USED_Q)),
             (consumer, (
                 1, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, again_s, broken_s,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
                 strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED, NWG, BN, D0, D1, E0, E1,
                 ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, HELD, APART,
-                BOUNDED, GAPS, USED_Q)),
+                BOUNDED, FRESH, GAPS, USED_Q)),
             (producer, (
                 q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, tile_s, code_s,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, ranges, sizes,
@@ -470,19 +471,19 @@ def forward_program(
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
                 strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED, NWG, BN, D0, D1, E0, E1,
                 ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, HELD, APART,
-                BOUNDED, GAPS, USED_Q)),
+                BOUNDED, FRESH, GAPS, USED_Q)),
             (consumer, (
                 1, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, again_s, broken_s,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
                 strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED, NWG, BN, D0, D1, E0, E1,
                 ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, HELD, APART,
-                BOUNDED, GAPS, USED_Q)),
+                BOUNDED, FRESH, GAPS, USED_Q)),
             (consumer, (
                 2, o_desc, o_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, o_t, o_t2, tile_s, code_s, again_s, broken_s,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, out_ptr, lse_ptr, sink_ptr,
                 strides, offsets, group, seqlen_q, seqlen_k, size_dv, scale, gaps, data, FUSED, NWG, BN, D0, D1, E0, E1,
                 ST, PACK, VARLEN, Q_OFFSET, K_OFFSET, SINK, CARE, STORE, SHARED_OUT, ORDER, LAZY, HELD, APART,
-                BOUNDED, GAPS, USED_Q)),
+                BOUNDED, FRESH, GAPS, USED_Q)),
             (producer, (
                 q_desc, q_desc2, k_desc, k_desc2, v_desc, v_desc2, q_s, q_s2, k_s, k_s2, v_s, v_s2, tile_s, code_s,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty, counter_ptr, ranges, sizes,

@@ -142,12 +142,15 @@ def marks_of(
 @gluon.jit
 def fold(s, code, w, marks, parts, rows, h, b, g, n_k, q_offset, k_offset, scale, data,
          FIRST: gl.constexpr, FUSED: gl.constexpr, BOUNDED: gl.constexpr, BN: gl.constexpr,
-         SL: gl.constexpr):  # fmt: skip
+         SL: gl.constexpr, FRESH: gl.constexpr = False):  # fmt: skip
     """(u, rate, shift) of a tile of products: u * rate + shift is its score in powers of two, -inf where hidden.
 
     marks: of its rows, see `marks_of`. BOUNDED: u is 2^(score - shift), 0 where hidden. If PAIRED, it is (that, its
-    sums over the columns of each of a row's threads).
+    sums over the columns of each of a row's threads). FRESH: numbers of the call are hidden, so that what follows from
+    them is made in each block instead of kept.
     """
+    if FRESH:
+        scale, n_k, q_offset, k_offset = here(scale), here(n_k), here(q_offset), here(k_offset)
     POWERS: gl.constexpr = BOUNDED * (1 + PAIRED)
     HIDE: gl.constexpr = 0.0 if BOUNDED else float("-inf")
     j0 = (code >> 10) * BN
@@ -183,7 +186,7 @@ def fold(s, code, w, marks, parts, rows, h, b, g, n_k, q_offset, k_offset, scale
             cuts |= j0 + BN > n_k
         if cuts:
             i = here(rows)[:, None]
-            if STRIPES or (CROWDED and not BELOW):
+            if (STRIPES or (CROWDED and not BELOW)) and not FRESH:
                 n_k, k_offset = here(n_k), here(k_offset)
             first, last = limits(parts, i, i + q_offset, n_k, k_offset, b, h, g, scale, data)
             u = cut(u, first - j0, last - j0, BELOW, BN // 2, BOUNDED)

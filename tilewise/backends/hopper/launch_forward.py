@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tilewise.backends.hopper import tiles as choice
-from tilewise.backends.hopper.algebra import WIDEST
+from tilewise.backends.hopper.call_numbers import bounded, divisors, rises
 from tilewise.backends.hopper.compile import GluonLauncher, descriptor_type
 from tilewise.backends.hopper.counters import counter
 from tilewise.backends.hopper.descriptors import DESCRIPTORS, blocks_of, descriptors, readable
 from tilewise.backends.hopper.launch_ranges import Ranges, make_ranges, wanted
-from tilewise.backends.hopper.print_fold import most_powers, rising, with_literals
+from tilewise.backends.hopper.print_fold import with_literals
+from tilewise.backends.hopper.roomier import least_spilled
 from tilewise.backends.hopper.source import module_of
 from tilewise.backends.triton import launch_forward as low
 from tilewise.backends.triton.compile import POINTERS, Build
 from tilewise.backends.triton.launch import four_strides
 from tilewise.backends.triton.launch_gaps import clear_gaps
 from tilewise.backends.triton.launch_splits import combine_parts, parts_of
-from tilewise.backends.triton.layout import Slots, describe, divisors_of, powers_of
+from tilewise.backends.triton.layout import Slots, describe
 from tilewise.backends.triton.machine import machine_of
 from tilewise.backends.triton.source import Entry, argument_types
 from tilewise.backends.triton.tiles import Tiles as LowTiles
@@ -53,7 +54,7 @@ FORWARD = Entry(
     (
         "FUSED", "NWG", "BN", "D0", "D1", "E0", "E1", "ST", "PACK", "VARLEN", "USED_Q", "USED_K", "Q_OFFSET",
         "K_OFFSET", "SINK", "CARE", "STORE", "SHARED_OUT", "RANGES", "ORDER", "LAZY", "HELD", "APART",
-        "BOUNDED", "GAPS", "LATER", "WORKER", "LOADER",
+        "BOUNDED", "FRESH", "GAPS", "LATER", "WORKER", "LOADER",
     ),
 )  # fmt: skip
 AGAIN = Entry(
@@ -67,8 +68,6 @@ OPTIONAL = (
     "sink_ptr", "", "q_offset_ptr", "k_offset_ptr", "cu_q_ptr", "cu_k_ptr", "used_q_ptr", "used_k_ptr",
 )  # fmt: skip
 """The pointers that a call may lack, in the order of `triton.launch_forward`."""
-BOUND = 80.0
-"""Powers of two that a weight may be above or below 1; 2^80 times a million keys is far below 2^127."""
 _launchers: dict[tuple[object, ...], GluonLauncher] = {}
 _recipes: dict[tuple[object, ...], Recipe | None] = {}
 MOST_RECIPES = 4096
@@ -140,7 +139,7 @@ def constants_of(
         "SHARED_OUT": tiles.shared_out and flags["STORE"] == "tiles", "ORDER": tiles.order, "LAZY": tiles.lazy,
         "HELD": tiles.held, "APART": tiles.apart, "LATER": flags["CARE"] and pair in choice.LATER,
         "RANGES": flags.get("RANGES", False), "GAPS": flags.get("GAPS", False),
-        "BOUNDED": flags.get("BOUNDED", False),
+        "BOUNDED": flags.get("BOUNDED", False), "FRESH": tiles.fresh,
         "WORKER": tiles.worker, "LOADER": tiles.loader,
     }  # fmt: skip
     return tuple((name, found[name]) for name in entry.constants)
@@ -225,12 +224,12 @@ class Schedule(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def schedule(problem: Problem, machine: Any, margin: int = 0) -> Schedule:
-    """The schedule of a problem that `supports` has let through."""
+def schedule(problem: Problem, machine: Any, margin: int = 0, tiles: Tiles | None = None) -> Schedule:
+    """The schedule of a problem that `supports` has let through; tiles: those to take in place of the chosen ones."""
     s, varlen = problem.shape, problem.options.layout == "varlen"
     pair = choice.pair_of(s.head_dim, s.head_dim_v)
     assert pair is not None
-    tiles = choice.choose(problem, pair, machine)
+    tiles = tiles or choice.choose(problem, pair, machine)
     rows = s.seqlen_q if not varlen else -(-s.seqlen_q // max(s.batch, 1))
     pack = choice.packing(problem, rows)
     heads = s.num_heads_kv if pack > 1 else s.num_heads_q
@@ -247,7 +246,12 @@ def _slots(problem: Problem, rows: int, pack: int) -> int:
 
 
 def make_recipe(problem: Problem, inputs: Inputs) -> Recipe | None:
-    """Decide how calls of this kind run, and compile their kernels."""
+    """Decide how calls of this kind run, and compile their kernels: with other tiles if registers do not suffice."""
+    return least_spilled(lambda tiles: _recipe(problem, inputs, tiles), problem)
+
+
+def _recipe(problem: Problem, inputs: Inputs, tiles: Tiles | None) -> Recipe | None:
+    """How calls of a kind run with these tiles, or those of choice."""
     tensors = (inputs.q, inputs.k, inputs.v)
     slots = describe(problem.spec, inputs.leaves)
     if slots is None or not readable(problem, tensors):
@@ -255,7 +259,7 @@ def make_recipe(problem: Problem, inputs: Inputs) -> Recipe | None:
     device, margin = inputs.q.get_device(), config.sm_margin
     machine = machine_of(device)
     spec = with_literals(problem.spec, divisors(problem, inputs))
-    plan = schedule(replace(problem, spec=spec), machine, margin)
+    plan = schedule(replace(problem, spec=spec), machine, margin, tiles)
     tiles, pack, s = plan.tiles, plan.pack, problem.shape
     varlen = problem.options.layout == "varlen"
     result = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
@@ -341,37 +345,12 @@ def _flags(
     }  # fmt: skip
 
 
-def rises(spec: AttentionSpec, inputs: Inputs) -> bool:
-    """Whether maxima may be taken of the score's core: its factor, a product of the call's numbers, is above 0."""
-    return rising(spec) and inputs.scale > 0 and all(x > 0 for x in inputs.floats)
-
-
-def bounded(problem: Problem, inputs: Inputs) -> bool:
-    """Whether weights need no maximum: scores lie within BOUND powers of two of what belongs to the row.
-
-    Weights and their sums are then float32 numbers; what still leaves their range, as with values of 2^40, is met as
-    values that are not finite are. float16 has no room for such weights.
-    """
-    if problem.dtype != torch.bfloat16 or problem.spec.score is None or not rises(problem.spec, inputs):
-        return False
-    most = most_powers(problem.spec, inputs.scale, inputs.floats)
-    return most is not None and most <= BOUND
-
-
 def _offset_kinds(inputs: Inputs) -> tuple[str, str]:
     return _offset_kind(inputs.q_offset), _offset_kind(inputs.k_offset)
 
 
 def _offset_kind(offset: object) -> str:
     return "tensor" if isinstance(offset, torch.Tensor) else "last" if offset is None else "int"
-
-
-def divisors(problem: Problem, inputs: Inputs) -> tuple[tuple[int, int], ...]:
-    """The numbers of the call that divide integers and become literals: (slot, value); powers of two, and others where
-    a block has more columns. Those below 1 are rare."""
-    powers = powers_of(problem.spec, inputs.ints)
-    slots = divisors_of(problem.spec)
-    return tuple((n, inputs.ints[n]) for n in slots if n in powers or inputs.ints[n] < 2 * WIDEST)
 
 
 def launchers(

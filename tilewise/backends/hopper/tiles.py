@@ -38,7 +38,8 @@ class Tiles(NamedTuple):
     shared_out: out leaves through the room of q. worker, loader, limit: registers of a thread of a consumer, of the
     producer, and of the kernel at its start, from which the first consumer keeps what is left. held: columns of q that
     products read from registers instead of shared memory, all of its first part or of both. apart: the sums of a row's
-    weights stay with the threads that hold the columns until the tile ends.
+    weights stay with the threads that hold the columns until the tile ends. fresh: numbers that follow from those of
+    the call are made where they stand, rather than kept.
     """
 
     warpgroups: int
@@ -52,6 +53,7 @@ class Tiles(NamedTuple):
     limit: int
     held: int = 0
     apart: bool = False
+    fresh: bool = False
 
     @property
     def rows(self) -> int:
@@ -100,6 +102,28 @@ SPARE = {
     (256, 256): Tiles(2, 32, 4, 4, True, True, 224, 56, 168, 0, True),
 }
 """With several things at once that want registers: half the keys of a block where that frees enough of them."""
+ROOMY = {
+    (64, 64): (
+        Tiles(2, 128, 3, -1, True, False, 216, 72, 168, 0, False, True),
+        Tiles(2, 64, 6, -1, True, False, 208, 88, 168, 0, False, True),
+    ),
+    (96, 96): (Tiles(2, 64, 4, -1, True, False, 208, 88, 168, 0, False, True),),
+    (128, 128): (
+        Tiles(2, 64, 4, -1, True, False, 208, 88, 168, 0, False, True),
+        Tiles(2, 64, 4, -1, True, False, 200, 104, 168, 0, False, True),
+    ),
+    (192, 192): (Tiles(2, 32, 6, -1, True, True, 208, 88, 168, 0, False, True),),
+    (192, 128): (
+        Tiles(2, 64, 4, -1, True, True, 208, 88, 168, 0, False, True),
+        Tiles(2, 64, 4, -1, True, True, 200, 104, 168, 0, False, True),
+    ),
+    (256, 256): (
+        Tiles(2, 32, 4, -1, True, True, 216, 72, 168, 0, False, True),
+        Tiles(2, 32, 4, -1, True, True, 200, 104, 168, 0, False, True),
+    ),
+}
+"""Where a kernel spills with the tiles of choice (`roomier`), in turn: fewer keys, and nothing kept that can be made
+again."""
 LATER = ((256, 256),)
 """Head dimensions of which a second launch does again what met values that are not finite; others do it themselves."""
 MANY = 128
@@ -142,13 +166,32 @@ def several(pair: tuple[int, int], spec: AttentionSpec, varlen: bool) -> bool:
     return varlen and mask.other is not None
 
 
+def full_of(pair: tuple[int, int], spec: AttentionSpec, varlen: bool) -> bool:
+    """Whether a kind has no registers for what can be made again (`Tiles.fresh`): packed sequences, whose tiles end row
+    by row, with masks of more than lines, or with terms where rows are cut from below; at D=64 a tanh with any of
+    those."""
+    score, mask = score_of(spec.score, spec.keep), mask_of(spec.keep)
+    other = mask.other is not None
+    if pair == (64, 64) and score.slope is not None and score.rest is None:
+        return varlen or other or mask.below
+    return varlen and (other or (spec.score is not None and mask.below))
+
+
 def default(pair: tuple[int, int], spec: AttentionSpec, varlen: bool = False) -> Tiles:
     """The tiles where no table says others."""
+    chosen = by_kind(pair, spec, varlen)
+    return chosen._replace(fresh=full_of(pair, spec, varlen))
+
+
+def by_kind(pair: tuple[int, int], spec: AttentionSpec, varlen: bool) -> Tiles:
+    """The tiles by what a spec wants of registers for each element."""
     score = score_of(spec.score, spec.keep)
     if pair in SPARE and several(pair, spec, varlen):
         return SPARE[pair]
     if score.slope is not None and score.rest is None and not reads_pairs(spec):
-        return SLOPED[pair]
+        mask = mask_of(spec.keep)
+        cut = pair == (64, 64) and (mask.below or mask.other is not None)
+        return (CROWDED if cut else SLOPED)[pair]
     if pair in SOFT and score.bounded:
         return SOFT[pair]
     if reads_pairs(spec):
@@ -186,9 +229,11 @@ def choose(problem: Problem, pair: tuple[int, int], machine: Machine) -> Tiles:
     if not measured:
         return default(pair, problem.spec, problem.options.layout == "varlen")
     warpgroups, block_n, stages, order, lazy, shared_out, worker, loader, limit, *more = measured
-    held, apart = more or (0, 0)
+    held, apart, fresh = (*more, 0, 0, 0)[:3]
     flags = bool(lazy), bool(shared_out)
-    return Tiles(warpgroups, block_n, stages, order, *flags, worker, loader, limit, held, bool(apart))
+    return Tiles(
+        warpgroups, block_n, stages, order, *flags, worker, loader, limit, held, bool(apart), bool(fresh)
+    )
 
 
 def shared_bytes(tiles: Tiles, pair: tuple[int, int]) -> int:

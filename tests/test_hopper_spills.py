@@ -1,0 +1,154 @@
+"""Registers of the Hopper forward: kinds of calls that want many things at once compile without spills, what a binary
+says of its spills is what the assembler says, and a kernel that spills gives way to roomier tiles."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tilewise as tw
+
+triton = pytest.importorskip("triton", reason="needs Triton")
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="needs Gluon")
+
+from tilewise.backends.hopper import roomier  # noqa: E402
+from tilewise.backends.hopper.backend import Hopper  # noqa: E402
+from tilewise.backends.hopper.launch_forward import schedule  # noqa: E402
+from tilewise.backends.hopper.spills import spilled  # noqa: E402
+from tilewise.backends.hopper.tiles import PAIRS, ROOMY, SHARED, default, shared_bytes  # noqa: E402
+from tilewise.backends.triton.machine import Machine  # noqa: E402
+from tilewise.problem import Options, Problem, Shape  # noqa: E402
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "hopper_kinds.py"
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, triton.__version__.split(".")[:2])) != (3, 6) or not SCRIPT.exists(),
+    reason="kernels are held to Triton 3.6; needs the source tree",
+)
+MANY = (
+    ((64, 64), "sequences", "softcap"),
+    ((64, 64), "dense", "softcap, in a window"),
+    ((64, 64), "heads", "softcap, alibi"),
+    ((96, 96), "sequences", "alibi, in a window"),
+    ((128, 128), "sequences", "narrow stripes"),
+    ((128, 128), "sequences", "documents"),
+    ((128, 128), "heads", "softcap, alibi"),
+    ((128, 128), "sequences", "softcap, in a window"),
+    ((192, 128), "dense", "documents and stripes"),
+    ((256, 256), "sequences", "documents and two leaves"),
+)
+"""Kinds that spilled 12 to 240 bytes with the tiles of their head dimension."""
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("hopper_kinds", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["hopper_kinds"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _holds(found) -> None:
+    assert found.spilled == 0 and found.serialised == 0
+    assert found.shared <= SHARED
+
+
+@pytest.mark.parametrize("pair, form, kind", MANY, ids=lambda x: str(x))
+def test_many_things_at_once_keep_their_registers(script, pair, form, kind):
+    _holds(script.compiled(pair, form, kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ("dense", "heads", "sequences"))
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_every_kind_keeps_its_registers(script, pair, form):
+    for kind in script.kinds(script.FORMS[form]):
+        _holds(script.compiled(pair, form, kind))
+
+
+def test_a_binary_says_what_it_spills(script, monkeypatch):
+    """The first tiles of a kind that is known to spill, and roomier ones."""
+    found = script.compiled((128, 128), "heads", "much at once")
+    assert found.tried[0] > 0 == found.tried[-1] == found.spilled
+    monkeypatch.setattr(roomier, "instead", lambda pair, tiles, least: ())
+    again = script.compiled((128, 128), "heads", "much at once")
+    assert again.spilled > 0 and again.tried == found.tried[:1]
+
+
+@pytest.mark.parametrize(
+    "binary", [b"", b"\x7fELF\x02", b"no file of this form" * 10, b"\x7fELF\x02" + bytes(100)]
+)
+def test_another_binary_spills_nothing(binary):
+    assert spilled(binary) == 0
+
+
+def _recipe(tiles, spills, again=None):
+    run = SimpleNamespace(spilled=spills)
+    return SimpleNamespace(
+        run=run, again=None if again is None else SimpleNamespace(spilled=again), pair=(128, 128), tiles=tiles
+    )
+
+
+def _problem(mask=None) -> Problem:
+    from hopper_compile import spec_of
+
+    spec, _ = spec_of(mask)
+    return Problem(spec, Options(), Shape(4, 16, 16, 4096, 4096, 128, 128), torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize(
+    "spills, again, chosen, tries",
+    [
+        ((0, 9), None, 0, 1), ((4, 0, 9), None, 1, 2), ((4, 8, 0), None, 2, 3), ((16, 8, 12, 20), None, 1, 4),
+        ((4, 4, 4, 4), None, 0, 4), ((0, 0), (8, 0), 1, 2),
+    ],
+)  # fmt: skip
+def test_the_first_tiles_without_spills_are_taken_or_those_with_fewest(
+    monkeypatch, spills, again, chosen, tries
+):
+    monkeypatch.setattr(roomier, "_settled", {})
+    problem, first = _problem(tw.causal()), default((128, 128), _problem(tw.causal()).spec)
+    others = (first._replace(fresh=True), *ROOMY[128, 128])
+    assert roomier.instead((128, 128), first, 4) == others
+    assert roomier.instead((128, 128), first, 400) == others[1:]
+    assert roomier.instead((128, 128), others[1], 400) == others[2:]
+    asked = []
+
+    def make(tiles):
+        asked.append(tiles)
+        n = len(asked) - 1
+        return _recipe(tiles or first, spills[n], again and again[n])
+
+    found = roomier.least_spilled(make, problem)
+    assert found.tiles == (first, *others)[chosen]
+    assert asked == [None, *others][:tries]
+    assert roomier.settled(problem) == (None if chosen == 0 else found.tiles)
+
+
+def test_a_call_without_a_recipe_has_none():
+    assert roomier.least_spilled(lambda tiles: None, _problem()) is None
+
+
+def test_explain_tells_of_roomier_tiles(monkeypatch):
+    monkeypatch.setattr(roomier, "_settled", {})
+    problem = _problem(tw.causal())
+    plain, first = Hopper().plan(problem), default((128, 128), problem.spec)
+    tiles = ROOMY[128, 128][0]
+    roomier.least_spilled(lambda t: _recipe(t or first, 0 if t == tiles else 8), problem)
+    plan = Hopper().plan(problem)
+    assert (plain.block_k, plan.block_k) == (128, 64)
+    assert any("roomier" in note for note in plan.notes) and not any("roomier" in n for n in plain.notes)
+    machine = Machine("cuda", 90, SHARED, 132)
+    assert schedule(problem, machine).tiles.block_n == 128
+
+
+def test_roomier_tiles_fit_and_share_out_all_registers():
+    for pair, many in ROOMY.items():
+        for tiles in many:
+            assert shared_bytes(tiles, pair) <= SHARED
+            assert 4 * (tiles.warpgroups * tiles.worker + tiles.loader) <= 4 * 3 * tiles.limit
