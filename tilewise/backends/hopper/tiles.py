@@ -103,24 +103,17 @@ SPARE = {
 }
 """With several things at once that want registers: half the keys of a block where that frees enough of them."""
 ROOMY = {
-    (64, 64): (
-        Tiles(2, 128, 3, -1, True, False, 216, 72, 168, 0, False, True),
-        Tiles(2, 64, 6, -1, True, False, 208, 88, 168, 0, False, True),
-    ),
-    (96, 96): (Tiles(2, 64, 4, -1, True, False, 208, 88, 168, 0, False, True),),
-    (128, 128): (
-        Tiles(2, 64, 4, -1, True, False, 208, 88, 168, 0, False, True),
-        Tiles(2, 64, 4, -1, True, False, 200, 104, 168, 0, False, True),
-    ),
-    (192, 192): (Tiles(2, 32, 6, -1, True, True, 208, 88, 168, 0, False, True),),
-    (192, 128): (
-        Tiles(2, 64, 4, -1, True, True, 208, 88, 168, 0, False, True),
-        Tiles(2, 64, 4, -1, True, True, 200, 104, 168, 0, False, True),
-    ),
-    (256, 256): (
-        Tiles(2, 32, 4, -1, True, True, 216, 72, 168, 0, False, True),
-        Tiles(2, 32, 4, -1, True, True, 200, 104, 168, 0, False, True),
-    ),
+    pair: tuple(
+        Tiles(2, keys, stages, -1, True, shared_out, *split, 168, fresh=True) for keys, stages, *split in many
+    )
+    for pair, shared_out, many in (
+        ((64, 64), False, ((128, 3, 216, 72), (64, 6, 208, 88))),
+        ((96, 96), False, ((64, 4, 208, 88), (64, 4, 200, 104))),
+        ((128, 128), False, ((64, 4, 208, 88), (64, 4, 200, 104))),
+        ((192, 192), True, ((32, 6, 208, 88), (32, 6, 200, 104))),
+        ((192, 128), True, ((64, 4, 208, 88), (64, 4, 200, 104))),
+        ((256, 256), True, ((32, 4, 216, 72), (32, 4, 200, 104))),
+    )
 }
 """Where a kernel spills with the tiles of choice (`roomier`), in turn: fewer keys, and nothing kept that can be made
 again."""
