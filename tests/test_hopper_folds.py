@@ -202,7 +202,7 @@ def run(text, name, *arguments):
         "triton": types.SimpleNamespace(jit=lambda f: f), "tl": tl, "INT_MIN": low, "INT_MAX": high,
         "inside_int32": lambda x: torch.as_tensor(x).clamp(low, high), "whole_if_wild": whole_if_wild,
         "mod_int": torch.remainder,
-        "here": lambda n: n, "stripe": stripe,
+        "here": lambda n: n, "fresh": lambda n, wanted: n, "stripe": stripe,
     }  # fmt: skip
     exec(compile(text, "printed", "exec"), space)
     return space[name](*arguments)

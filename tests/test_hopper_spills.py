@@ -104,8 +104,8 @@ def _problem(mask=None) -> Problem:
 @pytest.mark.parametrize(
     "spills, again, chosen, tries",
     [
-        ((0, 9), None, 0, 1), ((4, 0, 9), None, 1, 2), ((4, 8, 0), None, 2, 3), ((16, 8, 12, 20), None, 1, 4),
-        ((4, 4, 4, 4), None, 0, 4), ((0, 0), (8, 0), 1, 2),
+        ((0, 9), None, 0, 1), ((4, 0, 9), None, 1, 2), ((4, 8, 0), None, 2, 3), ((16, 8, 12, 20, 9), None, 1, 5),
+        ((4, 4, 4, 4, 4), None, 0, 5), ((0, 0), (8, 0), 1, 2),
     ],
 )  # fmt: skip
 def test_the_first_tiles_without_spills_are_taken_or_those_with_fewest(

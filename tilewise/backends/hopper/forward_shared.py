@@ -23,7 +23,7 @@ from tilewise.backends.hopper.plain import (
     sees,
     stripes,
 )
-from tilewise.backends.hopper.rings import here, hidden
+from tilewise.backends.hopper.rings import fresh, here, hidden  # noqa: F401 - the first by what is printed
 from tilewise.backends.hopper.stripes import cut, hide, stripe  # noqa: F401 - the last one by what is printed
 from tilewise.backends.hopper.words import capped_weights
 
@@ -158,7 +158,7 @@ def fold(s, code, w, marks, parts, rows, h, b, g, n_k, q_offset, k_offset, scale
     j = (j0 + gl.arange(0, BN, layout=gl.SliceLayout(0, SL)))[None, :]
     i = rows[:, None]
     u, rate, shift = scores(
-        s, parts, i, j, i + q_offset, j + k_offset, j0, k0, b, h, g, scale, FUSED, POWERS, data
+        s, parts, i, j, i + q_offset, j + k_offset, j0, k0, b, h, g, scale, FUSED, POWERS, FRESH, data
     )
     shift = gl.full([64, 1], 0.0, gl.float32, SL) + shift
     if POWERS == 2:
@@ -196,7 +196,7 @@ def fold(s, code, w, marks, parts, rows, h, b, g, n_k, q_offset, k_offset, scale
             if STRIPES:
                 u = hide(u, marks, BN // 2, BOUNDED)
             if REST:
-                seen = sees(s, parts, i, j, i + q_offset, j + k_offset, j0, k0, b, h, g, scale, data)
+                seen = sees(s, parts, i, j, i + q_offset, j + k_offset, j0, k0, b, h, g, scale, FRESH, data)
                 u = gl.where(seen, u, HIDE)
     return u, rate, gl.max(shift, 1)
 

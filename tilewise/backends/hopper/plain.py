@@ -29,7 +29,24 @@ def row_parts(i, q, b, h, g, scale, data):
 
 
 @gluon.jit
-def scores(raw, parts, i, j, q, k, j0, k0, b, h, g, scale, FUSED: gl.constexpr, BOUNDED: gl.constexpr, data):
+def scores(
+    raw,
+    parts,
+    i,
+    j,
+    q,
+    k,
+    j0,
+    k0,
+    b,
+    h,
+    g,
+    scale,
+    FUSED: gl.constexpr,
+    BOUNDED: gl.constexpr,
+    FRESH: gl.constexpr,
+    data,
+):
     """(u, rate, shift): u * rate + shift is the score in powers of two; if BOUNDED, u is 2^(score - shift)."""
     return times_unless(FUSED, raw, parts[0]), rate_if(FUSED, parts[0]), gl.to_tensor(0.0)
 
@@ -47,7 +64,7 @@ def stripes(marks, parts, i, j, q, k, j0, k0, b, h, g, scale, data):
 
 
 @gluon.jit
-def sees(raw, parts, i, j, q, k, j0, k0, b, h, g, scale, data):
+def sees(raw, parts, i, j, q, k, j0, k0, b, h, g, scale, FRESH: gl.constexpr, data):
     """Which pairs the rest of the mask's other part lets through."""
     return gl.to_tensor(True)
 

@@ -100,6 +100,11 @@ def unpack_here(slots: Slots, used: set[int]) -> list[str]:
     return [*unpack(slots, used), *(f"{n} = here({n})" for n in whole)]
 
 
+def unpack_fresh(slots: Slots, used: set[int]) -> list[str]:
+    """`unpack_here` in kernels that are FRESH."""
+    return [re.sub(r"= here\((\w+)\)", r"= fresh(\1, FRESH)", line) for line in unpack_here(slots, used)]
+
+
 class FoldPrinter(TilePrinter):
     """Prints below what has a name already; rows: the nodes that `row_parts` has made."""
 
@@ -259,8 +264,8 @@ def print_scores(spec: AttentionSpec, slots: Slots) -> str:
     else:
         result = f"{core} * {rate}, tl.full((), 1.0, tl.float32), {shift}"
     doc = "(u, rate, shift): u * rate + shift is the score in powers of two; if BOUNDED, u is 2^(score - shift)."
-    arguments = f"{TILE}, FUSED: tl.constexpr, BOUNDED: tl.constexpr, data"
-    return _function("scores", arguments, doc, printer.body(result))
+    arguments = f"{TILE}, FUSED: tl.constexpr, BOUNDED: tl.constexpr, FRESH: tl.constexpr, data"
+    return _function("scores", arguments, doc, printer.body(result, unpack_fresh))
 
 
 def print_stripes(spec: AttentionSpec, slots: Slots) -> str:
@@ -284,9 +289,9 @@ def print_sees(spec: AttentionSpec, slots: Slots) -> str:
     result = "tl.full((), True, tl.int1)" if rest is None else printer.emit(rest)
     return _function(
         "sees",
-        f"{TILE}, data",
+        f"{TILE}, FRESH: tl.constexpr, data",
         "Which pairs the rest of the mask's other part lets through.",
-        printer.body(result),
+        printer.body(result, unpack_fresh),
     )
 
 

@@ -91,6 +91,15 @@ def here(n):
 
 
 @gluon.jit
+def fresh(n, FRESH: gl.constexpr):
+    """n; if FRESH, `here`."""
+    if FRESH:
+        return here(n)
+    else:
+        return n
+
+
+@gluon.jit
 def write(ptr, number):
     """A number to global memory, by every thread: no thread is told from another."""
     gl.inline_asm_elementwise(

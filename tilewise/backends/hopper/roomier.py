@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from tilewise.backends.hopper.tiles import Tiles
     from tilewise.problem import Problem
 
-FEW = 40
-"""Bytes up to which numbers made again may be enough: of 40 kinds none that spilled more was without spills then."""
+FEW = 16
+"""Bytes up to which numbers that are made again may be enough; beyond, they seldom were."""
 _settled: dict[tuple[Any, ...], Tiles] = {}
 _MOST = 4096
 

@@ -104,15 +104,16 @@ SPARE = {
 """With several things at once that want registers: half the keys of a block where that frees enough of them."""
 ROOMY = {
     pair: tuple(
-        Tiles(2, keys, stages, -1, True, shared_out, *split, 168, fresh=True) for keys, stages, *split in many
+        Tiles(2, keys, stages, order, True, out, worker, 504 - 2 * worker, 168, 0, order > 0, True)
+        for keys, stages, order, worker in many
     )
-    for pair, shared_out, many in (
-        ((64, 64), False, ((128, 3, 216, 72), (64, 6, 208, 88))),
-        ((96, 96), False, ((64, 4, 208, 88), (64, 4, 200, 104))),
-        ((128, 128), False, ((64, 4, 208, 88), (64, 4, 200, 104))),
-        ((192, 192), True, ((32, 6, 208, 88), (32, 6, 200, 104))),
-        ((192, 128), True, ((64, 4, 208, 88), (64, 4, 200, 104))),
-        ((256, 256), True, ((32, 4, 216, 72), (32, 4, 200, 104))),
+    for pair, out, many in (
+        ((64, 64), False, ((128, 3, -1, 216), (64, 6, -1, 208))),
+        ((96, 96), False, ((64, 4, -1, 208), (64, 4, -1, 200))),
+        ((128, 128), False, ((64, 4, 4, 216), (64, 4, -1, 208), (64, 4, -1, 200))),
+        ((192, 192), True, ((32, 6, -1, 208), (32, 6, -1, 200))),
+        ((192, 128), True, ((64, 4, -1, 208), (64, 4, -1, 200))),
+        ((256, 256), True, ((32, 4, -1, 216), (32, 4, -1, 208), (32, 4, -1, 232), (32, 4, -1, 200))),
     )
 }
 """Where a kernel spills with the tiles of choice (`roomier`), in turn: fewer keys, and nothing kept that can be made
