@@ -11,6 +11,8 @@ from tilewise.config import config
 from tilewise.errors import OptionError, SlowPathWarning, UnsupportedProblem
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tilewise.backends.protocol import Backend, Reason
     from tilewise.problem import Problem
 
@@ -30,6 +32,8 @@ class Registry:
         self._entries: dict[str, Entry] = {}
         self._loaded: dict[str, Backend] = {}
         self.version = 0
+        self.changed: list[Callable[[], None]] = []
+        """Called when backends change."""
 
     def register(
         self, name: str, module: str, attribute: str, *, slow: bool = False, first: bool = False
@@ -38,6 +42,8 @@ class Registry:
         entry = {name: Entry(module, attribute, slow)}
         self._entries = entry | self._entries if first else self._entries | entry
         self.version += 1
+        for tell in self.changed:
+            tell()
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ does not hold as they are) always goes the long way.
 
 from __future__ import annotations
 
-from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch.autograd import forward_ad
 
 from tilewise.dispatch import choose, registry
 from tilewise.leaf_extents import room_of_leaves
-from tilewise.memory_layout import laid_out_as
+from tilewise.memory_layout import compares_records, laid_out_as
 from tilewise.ops import Attention, Numbers
 from tilewise.problem import decode_inputs, decode_problem, is_lazy
 from tilewise.recorders import PRE_DISPATCH, key_included
@@ -119,20 +118,24 @@ class Ready(NamedTuple):
 
 class Kinds(dict[tuple[Any, ...] | None, Ready | None]):
     """The kinds of calls by key; None for one that has no short way. before: the kind of the last call that was looked
-    up, last: what to compare the next one with. forgotten: how often all were forgotten."""
+    up, last: what to compare the next one with. known: what holds of all kinds that are known, [True]; it is exchanged
+    when they are forgotten."""
 
-    before: Ready | None = None
-    last: Like | None = None
-    forgotten = 0
+    def __init__(self) -> None:
+        self.before: Ready | None = None
+        self.last: Like | None = None
+        self.known = [True]
 
     def clear(self) -> None:
         """Forget all kinds."""
         super().clear()
         self.before = self.last = None
-        self.forgotten += 1
+        self.known[0] = False
+        self.known = [True]
 
 
 ready = Kinds()
+registry.changed.append(ready.clear)
 
 
 class Like:
@@ -141,35 +144,51 @@ class Like:
     Torch compares what torch.compile's guards do: type, dtype, device, shape, strides, whether a gradient is required,
     and all that changes what a call means, such as transforms and modes. Not to be made where autocast is on: its dtype
     is not compared.
+
+    matches(tensors, mask, scores, sink, scale, and the other options of `key_of`): whether a call is like this one.
     """
 
     def __init__(
         self, same: Callable[..., bool], spec: tuple[Any, Any, Any], options: tuple[Any, ...], found: Any
     ) -> None:
-        self.same, self.found = same, found
-        self.mask, self.scores, _ = spec
-        self.scale, self.options = options[0], options[1:]
-        self.made = registry.version, ready.forgotten
+        self.found = found
         self.differentiable = True
+        self.matches = _matches(same, spec, options)
 
-    def __call__(
-        self, tensors: tuple[Any, ...], spec: tuple[Any, Any, Any], options: tuple[Any, ...]
-    ) -> bool:
-        """Whether a call is like this one. spec: mask, scores, sink; options: as in `key_of`."""
-        mask, scores, sink = spec
-        scale = options[0]
+
+def _matches(
+    same: Callable[..., bool], spec: tuple[Any, Any, Any], options: tuple[Any, ...]
+) -> Callable[..., bool]:
+    """`Like.matches`, in one function that meets little memory: after work that fills the caches that is its time."""
+    known, watched = ready.known, not compares_records()
+    held = (same, known, watched, spec[0], spec[1], *options)
+
+    def matches(
+        tensors: tuple[Any, ...], mask: Any, scores: Any, sink: Any, scale: Any, q_offset: Any, k_offset: Any,
+        h_offset: Any, deterministic: Any, batch_invariant: Any, backend: Any, allow_quadratic: Any,
+    ) -> bool:  # fmt: skip
+        same, known, watched, mask_, scores_, scale_, q_, k_, h_, deterministic_, invariant_, backend_, quadratic_ = held
         # Numbers that are equal may be of a type that is refused: True, 1.0, a tensor.
         return (
-            sink is None
-            and mask is self.mask
-            and scores is self.scores
-            and (scale is self.scale or (type(scale) is float and scale == self.scale))
-            and all(map(is_, options[1:], self.options))
+            mask is mask_
+            and scores is scores_
+            and sink is None
+            and (scale is scale_ or (type(scale) is float and scale == scale_))
+            and q_offset is q_
+            and k_offset is k_
+            and h_offset is h_
+            and deterministic is deterministic_
+            and batch_invariant is invariant_
+            and backend is backend_
+            and allow_quadratic is quadratic_
+            and known[0]
             and forward_ad._current_level < 0
-            and not (len_dispatch_stack() or key_included(PRE_DISPATCH))  # modes, which it does not compare
-            and self.made == (registry.version, ready.forgotten)
-            and self.same(*tensors)
+            and not len_dispatch_stack()  # modes, which it does not compare
+            and not (watched and key_included(PRE_DISPATCH))
+            and same(*tensors)
         )
+
+    return matches
 
 
 def like(
@@ -187,14 +206,6 @@ def like(
     made = Like(same, spec, options, found)
     made.differentiable = any([t.requires_grad for t in tensors])
     return made
-
-
-def repeated(tensors: tuple[Any, ...], spec: tuple[Any, Any, Any], options: tuple[Any, ...]) -> Like | None:
-    """The last call, where this one is like it."""
-    if is_compiling():  # compiled code must not see the table
-        return None
-    last = ready.last
-    return last if last is not None and last(tensors, spec, options) else None
 
 
 def notice(

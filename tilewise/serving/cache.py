@@ -39,7 +39,7 @@ class CacheView:
         trusted: whether whoever made the view guarantees room and pages, so that a call looks at neither.
 
     attended, checked: what the next call is compared with, of those that were attended and of those that were found
-    right. kind: a number that views of the same shapes, strides, types and device share, UNKNOWN before the first call.
+    right. held: its tensors, where one of those is known. kind: a number that views of the same shapes, strides, types and device share, UNKNOWN before the first call.
     forms: what is known of appends by their shapes: that they fit, and a quick way to do them or None.
     """
 
@@ -64,7 +64,7 @@ class CacheView:
         self.attended: Like | None = None
         self.checked: Like | None = None
         self._before: Any = None
-        self._held: list[Tensor] = []
+        self.held: list[Tensor] = []
         self._lies: Callable[..., bool] | None = None
         self.kind = UNKNOWN
 
@@ -72,16 +72,19 @@ class CacheView:
         """Find the kind, before a call; what is known of tensors whose memory was exchanged (`t.data = ...`, `t.set_`)
         for such that lies otherwise no longer holds. The second call makes what later ones are compared by."""
         if self._lies is not None:
-            if self._lies(*self._held):
+            if self._lies(*self.held):
                 return
             self._learn()
         kind = self._kind()
         if kind == self.kind and self.plain:
-            self._held = [t for name in TENSORS if (t := getattr(self, name)) is not None]
-            self._lies = lies_as(self._held)
+            self.held = self._tensors()
+            self._lies = lies_as(self.held)
         elif kind != self.kind != UNKNOWN:
             self._learn()
         self.kind = kind
+
+    def _tensors(self) -> list[Tensor]:
+        return [t for name in TENSORS if (t := getattr(self, name)) is not None]
 
     def _kind(self) -> int:
         tensors = [getattr(self, name) for name in TENSORS]
@@ -96,11 +99,8 @@ class CacheView:
     def notice(self, found: Any, q: Tensor, spec: tuple[Any, Any, Any], options: tuple[Any, ...]) -> None:
         """Remember a call of a known kind; the second in a row makes it what the next one is compared with."""
         if self._before is found:
-            made = self.attended = like((q,), spec, options, found)
-            if made is not None:
-                # `look` compares whether those want gradients, too.
-                tensors = [t for name in TENSORS if (t := getattr(self, name)) is not None]
-                made.differentiable = any([t.requires_grad for t in (q, *tensors)])
+            self.held = self._tensors()
+            self.attended = like((q, *self.held), spec, options, found)
         self._before, self.checked = found, None
 
     @property

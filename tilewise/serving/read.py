@@ -80,13 +80,15 @@ def attend_view(
     kind: what `check_call` gave for these arguments, None: it is found out. looked: whether `view.look` was called.
     """
     key = None
-    dropout = random[0]
-    if not looked and not quick.is_compiling():
-        view.look()
-    if type(dropout) in (float, int) and not dropout:
-        single = cu_seqlens_q is None and not partial and not quick.is_compiling()
-        if single and view.attended is not None and view.attended((q,), spec, options):
-            return _run_again(view.attended, view, q, want_lse)
+    dropout, single = random[0], False
+    plain = type(dropout) in (float, int) and not dropout
+    if not quick.is_compiling():
+        single, like = cu_seqlens_q is None and not partial, view.attended
+        if like is not None and single and plain and like.matches((q, *view.held), *spec, *options):
+            return _run_again(like, view, q, want_lse)
+        if not looked:
+            view.look()
+    if plain:
         key, extra = key_of(view, q, spec, options) if kind is None else kind
         if key is not None:
             key = (*key, None if cu_seqlens_q is None else cu_seqlens_q.shape, partial)
@@ -120,8 +122,7 @@ def _run_again(like: quick.Like, view: CacheView, q: Tensor, want_lse: bool) -> 
     """A call of a view that is like its last one."""
     if view.k.is_cpu and not view.trusted:
         check_view(view)
-    tensors = (view.lengths, view.block_table, view.leftpad, view.k_scale, view.v_scale)
-    more = [t for t in tensors if t is not None]
+    more = view.held[2:]
     if like.differentiable:
         result = quick.run(like.found, (q, view.k, view.v), more, want_lse)
         return result if want_lse else (result, None)  # type: ignore[return-value]
@@ -157,7 +158,7 @@ def check_call(
     kind = None
     if type(dropout) in (float, int) and not dropout:
         single = cu_seqlens_q is None and not quick.is_compiling()
-        if single and view.checked is not None and view.checked((q,), spec, options):
+        if single and view.checked is not None and view.checked.matches((q,), *spec, *options):
             return None
         kind = key_of(view, q, spec, options)
         shape = None if cu_seqlens_q is None else cu_seqlens_q.shape

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewise.backends.cpu import pool
-from tilewise.backends.cpu.parameters import P
+from tilewise.backends.cpu.parameters import STRIDES, P
 from tilewise.backends.cpu.slots import float_bits
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ class Block:
         self.values[slot] = ctypes.addressof(held)
 
     def tensor(self, slot: int, t: Tensor, strides: Sequence[int] = ()) -> None:
-        """Address of t, and its strides in bytes in the slots after."""
+        """Address of t, and its strides in bytes in their slots."""
         self.alive.append(t)
         self.values[slot] = t.data_ptr()
-        for n, stride in enumerate(strides):
-            self.values[slot + 1 + n] = stride * t.element_size()
+        for n, stride in enumerate(strides, STRIDES.get(slot, slot + 1)):
+            self.values[n] = stride * t.element_size()
 
     def scratch(self, size: int, threads: int) -> None:
         """Scratch of each thread, on lines of 64 bytes."""

@@ -24,8 +24,8 @@ def _slots(name: str, fields: str) -> ModuleType:
 
 P = _slots(
     "P",
-    "task thread flag num_tasks threads segments num_segments scratch scratch_bytes "
-    "q q_b q_h q_n k k_b k_h k_n v v_b v_h v_n out out_b out_h out_n lse lse_b lse_h "
+    "task thread flag num_tasks threads q k v out lse segments num_segments scratch scratch_bytes "
+    "q_b q_h q_n k_b k_h k_n v_b v_h v_n out_b out_h out_n lse_b lse_h "
     "do do_b do_h do_n dq dq_b dq_h dq_n dk dk_b dk_h dk_n dv dv_b dv_h dv_n dlse dlse_b dlse_h "
     "sink_rows sink_rows_b sink_rows_h "
     "exact heads heads_kv group head_dim head_dim_v packed wide_out total_rows block_rows key_block superblock "
@@ -35,12 +35,15 @@ P = _slots(
     "dropout threshold factor seed_low seed_high h_offset b_offset "
     "classify fold_full fold_partial slopes_full slopes_partial spec count",
 )
-"""A call. classify, fold_*, slopes_*: addresses of the spec's code, 0 where the spec has none. turned_v: v turned
+"""A call; first what differs from call to call, side by side. classify, fold_*, slopes_*: addresses of the spec's code, 0 where the spec has none. turned_v: v turned
 for products of pairs, or k and v in float32; 0 where each block is brought into shape when it is met. block_rows: rows
 of a task of the forward pass; dq_rows: rows of a block of dq. together: KV heads of a task of decode. arrived:
 splits that are done, by segment and head, all 0 between calls. untouched, fresh, fresh_pages: the next of so many huge
 pages that nobody has met, and where they begin. threads: of the call, by which tasks of decode are shared out. count:
 of the slots."""
+
+STRIDES = {P.q: P.q_b, P.k: P.k_b, P.v: P.v_b, P.out: P.out_b, P.lse: P.lse_b}
+"""Where the strides of those begin that do not follow their address."""
 
 SEGMENT = _slots(
     "SEGMENT",

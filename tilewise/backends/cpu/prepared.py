@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from typing import TYPE_CHECKING, NamedTuple
+import struct
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -37,9 +38,10 @@ SMALL = 4096
 PARTS = 1 << 18
 """float32 of the parts of a split call up to which a block keeps memory for them."""
 _Q, _K, _V, _OUT, _LSE, _SPEC = P.q, P.k, P.v, P.out, P.lse, P.spec
-_SEGMENTS, _NUM_SEGMENTS = P.segments, P.num_segments
 _TASK, _THREAD, _FLAG, _SCRATCH = P.task, P.thread, P.flag, P.scratch
-_NUM_TASKS, _THREADS = P.num_tasks, P.threads
+_NUM_TASKS = P.num_tasks
+BEGIN, BEGIN_OVER = struct.Struct("=10q"), struct.Struct("=12q")
+"""The beginning of a parameter block, up to lse and to the number of segments."""
 _free_scratch: dict[int, list[tuple[Tensor, int]]] = {}
 """(memory, its first whole line) by size in bytes. What a run takes is its own until it puts it back."""
 KEPT_KEYS = 1 << 24
@@ -69,7 +71,9 @@ class _Block(Block):
     def __init__(self) -> None:
         super().__init__()
         self.address = ctypes.addressof(self.values)
+        self.view = memoryview(self.values).cast("B").cast("q")
         self.lse: Tensor | None = None
+        self.lse_address = 0
         self.parts: Tensor | None = None
         self.arrived: Tensor | None = None
         self.splits = 0
@@ -84,6 +88,18 @@ class Segments(NamedTuple):
     tasks: int
     splits: int
     held: object = None
+
+
+def _merge(block: _Block, merging: tuple[Any, ...], alone: bool, threads: int) -> None:
+    """The splits of a call whose kernel does not merge them."""
+    function, tasks, launcher, worker = merging
+    values = block.values
+    values[_TASK] = values[_THREAD] = 0
+    values[_NUM_TASKS] = tasks
+    if alone:
+        worker(block.address)
+    else:
+        launcher(function, block.address, threads, 0)
 
 
 def launches_of(
@@ -165,6 +181,9 @@ class Forward:
         """A block of this call's numbers."""
         block = _Block()
         ctypes.memmove(block.address, self._values, len(self._values))
+        if self._lse_shape.numel() <= SMALL:
+            block.lse = torch.empty(self._lse_shape, dtype=torch.float32, device="cpu")
+            block.lse_address = block.lse.data_ptr()
         if self._table:
             block.spec = (ctypes.c_int64 * len(self._table))(*self._table)
             block.values[_SPEC] = ctypes.addressof(block.spec)
@@ -193,7 +212,6 @@ class Forward:
             lse = block.lse
         if lse is None:
             lse = torch.empty(self._lse_shape, dtype=torch.float32, device="cpu")
-            block.lse = lse if lse.numel() <= SMALL else None
         values[_LSE] = lse.data_ptr()
         for at, leaf in zip(self._leaf_at, extra, strict=False):
             block.spec[at] = leaf.data_ptr()  # type: ignore[index]
@@ -230,120 +248,110 @@ class Forward:
         self._free.append(block)
         return finite
 
-    def short(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], bool] | None:
-        """`run` for a call of one launch, without leaves and copies, as short as Python makes it; else None."""
-        more = self._turn_tasks or self._leaf_at or self._with_sink
-        large = self._lse_shape.numel() > SMALL or not self._keeps_scratch
-        large = large or self._splits * self._part_rows * (self._dim_v + 1) > PARTS
-        if more or large or self._copied or not self._tasks:
+    def short(self) -> Callable[..., bool] | None:
+        """`run` for a call of one launch, without leaves and copies, as short as Python makes it; else None.
+
+        run(q, k, v, out, lse). After work that fills the caches each line of memory that Python meets takes as long as
+        a dozen of its steps: so names come from one tuple, and what differs from call to call is written at once."""
+        large = self._splits * self._part_rows * (self._dim_v + 1) > PARTS
+        if large or self._leaf_at or self._with_sink or not self._tasks or not self._is_plain():
             return None
-        # Room for as many threads as may be asked for later.
-        threads = min(max(pool.num_threads(), os.cpu_count() or 1), self._most_threads)
-        launcher = pool.launcher() if threads > 1 else None
+        launcher, threads, scratches = self._means()
         if threads > 1 and launcher is None:
             return None
-        worker, function = pool.worker(self._forward), self._forward
-        blocks, size, make = self._free, self._each * threads, self._make
-        scratches = _free_scratch.setdefault(size, [])
-        lse_shape, tasks, get_num_threads = self._lse_shape, self._tasks, torch.get_num_threads
-        splits, merged, set_parts = self._splits, self._merged, self._set_parts
+        splits = self._splits
         merge = self._combine() if splits > 1 and self._combine else 0
-        merger = pool.worker(merge) if merge else None
+        held = (
+            self._free, self._make, scratches, self._each * threads, self._tasks, splits, self._set_parts,
+            launcher, pool.is_forked, threads, torch.get_num_threads, pool.worker(self._forward), self._forward,
+            BEGIN.pack_into,
+        )  # fmt: skip
+        merging = (merge, self._merged, launcher, pool.worker(merge) if merge else None)
 
         def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> bool:
-            try:
-                block = blocks.pop()
-            except IndexError:
-                block = make()
-                block.lse = torch.empty(lse_shape, dtype=torch.float32, device="cpu")
-            try:
-                scratch = scratches.pop()
-            except IndexError:
-                scratch = _new_scratch(size)
-            values = block.values
-            values[_Q] = q.data_ptr()
-            values[_K] = k.data_ptr()
-            values[_V] = v.data_ptr()
-            values[_OUT] = out.data_ptr()
-            values[_LSE] = (block.lse if lse is None else lse).data_ptr()  # type: ignore[union-attr]
-            values[_SCRATCH] = scratch[1]
-            values[_TASK] = values[_THREAD] = values[_FLAG] = 0
-            values[_NUM_TASKS] = tasks
+            (
+                blocks, make, scratches, size, tasks, splits, set_parts, launcher, is_forked, threads, get_num_threads,
+                worker, function, pack_into,
+            ) = held  # fmt: skip
+            block = blocks.pop() if blocks else make()
+            scratch = scratches.pop() if scratches else _new_scratch(size)
+            block.values[_SCRATCH] = scratch[1]
             if splits > 1 and block.splits != splits:
                 set_parts(block, splits)
-            alone = launcher is None or pool.is_forked()
-            used = values[_THREADS] = 1 if alone else min(threads, get_num_threads())
+            alone = launcher is None or is_forked()
+            used = 1 if alone else min(threads, get_num_threads())
+            addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr())
+            to_lse = block.lse_address if lse is None else lse.data_ptr()
+            pack_into(block.view, 0, 0, 0, 0, tasks, used, *addresses, to_lse)
             if alone:
                 worker(block.address)
             else:
-                launcher(function, block.address, used, 0)  # type: ignore[misc]
-            if merge:
-                values[_TASK] = values[_THREAD] = 0
-                values[_NUM_TASKS] = merged
-                if alone:
-                    merger(block.address)  # type: ignore[misc]
-                else:
-                    launcher(merge, block.address, used, 0)  # type: ignore[misc]
-            finite = values[_FLAG] == 0
+                launcher(function, block.address, used, 0)
+            if merging[0]:
+                _merge(block, merging, alone, used)
+            finite = block.view[_FLAG] == 0
             scratches.append(scratch)
             blocks.append(block)
             return finite
 
         return run
 
-    def short_over(
-        self,
-    ) -> Callable[[tuple[Tensor, Tensor, Tensor], Tensor, Tensor | None, Segments], bool] | None:
-        """`short` for sequences that come with each run."""
-        large = self._lse_shape.numel() > SMALL or not self._keeps_scratch
-        if large or self._turn_tasks or self._leaf_at or self._with_sink or self._copied:
+    def short_over(self) -> Callable[..., bool] | None:
+        """`short` for sequences that come with each run: run(qkv, out, lse, segments)."""
+        if self._leaf_at or self._with_sink or not self._is_plain():
             return None
-        threads = min(max(pool.num_threads(), os.cpu_count() or 1), self._most_threads)
-        launcher = pool.launcher() if threads > 1 else None
+        launcher, threads, scratches = self._means()
         if threads > 1 and launcher is None:
             return None
-        function, worker = self._forward, pool.worker(self._forward)
-        blocks, size, make = self._free, self._each * threads, self._make
-        scratches = _free_scratch.setdefault(size, [])
-        lse_shape, get_num_threads, set_parts = self._lse_shape, torch.get_num_threads, self._set_parts
+        held = (
+            self._free, self._make, scratches, self._each * threads, self._set_parts, launcher, pool.is_forked,
+            threads, torch.get_num_threads, pool.worker(self._forward), self._forward, BEGIN_OVER.pack_into,
+        )  # fmt: skip
 
-        def run(qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor | None, found: Segments) -> bool:
-            numbers, tasks, splits, _ = found
+        def run(
+            qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor | None, segments: Segments
+        ) -> bool:
+            numbers, tasks, splits, _ = segments
             if not tasks:
                 return True
-            try:
-                block = blocks.pop()
-            except IndexError:
-                block = make()
-            if lse is None:
-                lse = block.lse
-                if lse is None:
-                    lse = block.lse = torch.empty(lse_shape, dtype=torch.float32, device="cpu")
-            try:
-                scratch = scratches.pop()
-            except IndexError:
-                scratch = _new_scratch(size)
-            values = block.values
-            values[_Q], values[_K], values[_V] = [t.data_ptr() for t in qkv]
-            values[_OUT], values[_LSE], values[_SCRATCH] = out.data_ptr(), lse.data_ptr(), scratch[1]
-            values[_SEGMENTS] = numbers.buffer_info()[0]
-            values[_NUM_SEGMENTS] = len(numbers) // SEGMENT.size
-            values[_TASK] = values[_THREAD] = values[_FLAG] = 0
-            values[_NUM_TASKS] = tasks
+            (
+                blocks, make, scratches, size, set_parts, launcher, is_forked, threads, get_num_threads, worker, function,
+                pack_into,
+            ) = held  # fmt: skip
+            block = blocks.pop() if blocks else make()
+            scratch = scratches.pop() if scratches else _new_scratch(size)
+            block.values[_SCRATCH] = scratch[1]
+            used = 1 if launcher is None or is_forked() else min(threads, get_num_threads(), tasks)
+            q, k, v = qkv
+            addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr())
+            to_lse = block.lse_address if lse is None else lse.data_ptr()
+            address, count = numbers.buffer_info()
+            pack_into(
+                block.view, 0, 0, 0, 0, tasks, used, *addresses, to_lse, address, count // SEGMENT.size
+            )
             parts = set_parts(block, splits) if splits > 1 and block.splits != splits else None
-            used = 1 if launcher is None or pool.is_forked() else min(threads, get_num_threads(), tasks)
-            values[_THREADS] = used
             if used > 1:
-                launcher(function, block.address, used, 0)  # type: ignore[misc]
+                launcher(function, block.address, used, 0)
             else:
                 worker(block.address)
             del parts  # read until here
-            finite = values[_FLAG] == 0
+            finite = block.view[_FLAG] == 0
             scratches.append(scratch)
             blocks.append(block)
             return finite
 
         return run
+
+    def _is_plain(self) -> bool:
+        """Whether a block can hold all that a run needs beside the call's tensors as they are."""
+        large = self._lse_shape.numel() > SMALL or not self._keeps_scratch
+        return not (large or self._turn_tasks or self._copied)
+
+    def _means(self) -> tuple[Any, int, list[tuple[Tensor, int]]]:
+        """(launcher or None, most threads, scratch for as many): room for as many as may be asked for later."""
+        threads = min(max(pool.num_threads(), os.cpu_count() or 1), self._most_threads)
+        scratches = _free_scratch.setdefault(self._each * threads, [])
+        return pool.launcher() if threads > 1 else None, threads, scratches
 
     def _set_parts(self, block: _Block, splits: int) -> Tensor:
         """Memory for the parts of the splits; a block keeps it where it is small."""
