@@ -231,3 +231,13 @@ def test_a_cache_made_in_inference_mode_is_written_there_only():
     with pytest.raises(tw.OptionError, match="inference mode"):
         tw.attention_with_cache(*qkv(1)[:1], cache, *qkv(1)[1:])
     assert cache.lengths.tolist() == [4] * B and not cache.k[:, :, 4:].any()
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_positions_without_tables_are_refused_before_anything_is_written(new):
+    cache = tw.KVCache(*(torch.randn(B, G, 16, D) for _ in "kv"), torch.full((B,), 9))
+    q, k, v = qkv(1)
+    where = torch.full((B, 1), 3)
+    with pytest.raises(tw.OptionError, match="rotary"):
+        tw.attention_with_cache(q, cache, *((k, v) if new else ()), positions=where)
+    assert cache.lengths.tolist() == [9] * B

@@ -91,7 +91,8 @@ def attention_with_cache(
         rotary: a `RotaryTable`, or (cos, sin) of (positions, dim / 2) in the half style: new keys are turned before
             they are written, and queries before they are used, by their positions.
         positions: rows of the rotary tables for new keys and queries alike, (B, N) or (T,); None: a new key stands
-            behind the keys present (less padding on the left), and the last query where the last key does.
+            behind the keys present (less padding on the left), and the last query where the last key does. They move
+            nothing in a mask, and are refused without tables.
         sequences: which of the cache's sequences the call is about: slots of a KVCache (ints or a tensor), numbers of
             a PagedKVCache (it needs them), or a `Batch` of one. None: all of them, in order.
         cu_seqlens_q, cu_seqlens_new: (B + 1,) where each sequence's tokens start, in one call for sequences of any
@@ -114,6 +115,11 @@ def attention_with_cache(
     if not isinstance(q, Tensor):
         raise DTypeError(f"q is a tensor, not {type(q).__name__}")
     table = None if rotary is None else as_table(rotary)
+    if positions is not None and table is None:
+        raise OptionError(
+            "positions are rows of the rotary tables, and there are none\n"
+            "Give rotary=, or q_offset= for where the queries stand in the mask."
+        )
     edges_q = None if cu_seqlens_q is None else _edges("cu_seqlens_q", cu_seqlens_q, q.device)
     new = None
     if k_new is not None or v_new is not None:

@@ -21,7 +21,7 @@ from tilewise.backends.protocol import Gradients, Needs, Reason, Schedule
 from tilewise.backends.reference import tile as t
 from tilewise.backends.reference.segments import Segment, uniform
 from tilewise.backends.reference.tile import LN2, LOG2E
-from tilewise.backends.reference.walk import Walk, absorb_sink, choose_blocks, drop, hide, tile_scores
+from tilewise.backends.reference.walk import Walk, absorb_sink, choose_blocks, drop, hide, sink_weight, tile_scores
 from tilewise.problem import Inputs, Problem, empty_in_order
 from tilewise.spec.print_torch import accumulate
 
@@ -261,9 +261,8 @@ class _Backward:
 
     def _sink(self, data: _RowData) -> None:
         """The sink is a key with value 0: dp = 0, ds = -p delta."""
-        logit = self.inputs.sink.to(data.m.dtype).view(1, -1, 1)  # type: ignore[union-attr]
-        ds = -torch.exp2((logit - data.m) * LOG2E - data.low) * data.delta
-        ds = ds.masked_fill(logit == -math.inf, 0.0)
+        p = sink_weight(self.inputs.sink, data.m, data.low)  # type: ignore[arg-type]
+        ds = (p * -data.delta).masked_fill(p == 0, 0.0)
         ds = ds if data.alive is None else ds.masked_fill(~data.alive, 0.0)
         self.sink = self.sink + ds.sum((0, 2))  # type: ignore[operator]
 

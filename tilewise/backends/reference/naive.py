@@ -146,7 +146,13 @@ class _Matrix:
         top = logits.amax(-1, keepdim=True)
         pivot = torch.where(top == -math.inf, 0.0, top)
         total = torch.exp(logits - pivot).sum(-1, keepdim=True)
+        if self.inputs.sink is not None:
+            # A sink that is all a row has weighs 1, infinite as it may be.
+            alone = (top == math.inf) & ~visible.any(-1, keepdim=True)
+            total = torch.where(alone, 1.0, total)
         weights = torch.exp(logits - pivot) / torch.where(total == 0, 1.0, total)
+        if self.inputs.sink is not None:
+            weights[..., -1:] = torch.where(alone, 1.0, weights[..., -1:])
         p = torch.where(visible, weights[..., : s.shape[-1]], 0.0)
         p_sink = None if self.inputs.sink is None else weights[..., -1]
         return _Weights(s0, p, p_sink, (pivot + torch.log(total)).squeeze(-1), visible)

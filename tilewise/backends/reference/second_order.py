@@ -21,7 +21,7 @@ from tilewise.backends.protocol import Gradients
 from tilewise.backends.reference import tile as t
 from tilewise.backends.reference.segments import uniform
 from tilewise.backends.reference.tile import LOG2E
-from tilewise.backends.reference.walk import Walk, absorb_sink, drop, hide, tile_scores
+from tilewise.backends.reference.walk import Walk, absorb_sink, drop, hide, sink_weight, tile_scores
 from tilewise.spec.print_torch import accumulate
 
 if TYPE_CHECKING:
@@ -141,8 +141,7 @@ class _Tangent:
 
     def sink_weight(self, data: _Rows) -> Tensor:
         """Weight of the sink in each row."""
-        logit = self.inputs.sink.to(data.m.dtype).view(1, -1, 1)  # type: ignore[union-attr]
-        return torch.exp2((logit - data.m) * LOG2E - data.low).masked_fill(logit == -math.inf, 0.0)
+        return sink_weight(self.inputs.sink, data.m, data.low)  # type: ignore[arg-type]
 
 
 def jvp(

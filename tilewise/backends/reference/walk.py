@@ -189,4 +189,14 @@ def absorb_sink(m: Tensor, l: Tensor, sink: Tensor) -> tuple[Tensor, Tensor, Ten
     top = torch.maximum(m, logit)
     pivot = top.masked_fill(top == -math.inf, 0.0)
     alpha = torch.exp2((m - pivot) * t.LOG2E)
-    return top, l * alpha + torch.exp2((logit - pivot) * t.LOG2E), alpha
+    # A sink that is all a row has weighs 1, infinite as it may be; beside keys, an infinite one is an infinite score.
+    below = (logit - pivot).masked_fill((logit == math.inf) & (m == -math.inf), 0.0)
+    return top, l * alpha + torch.exp2(below * t.LOG2E), alpha
+
+
+def sink_weight(sink: Tensor, m: Tensor, low: Tensor) -> Tensor:
+    """The sink's weight in each row of these statistics, in which it is. Where it is infinite so is m, and `low` tells
+    whether there were keys beside it."""
+    logit = sink.to(m.dtype).view(1, -1, 1)
+    below = (logit - m).masked_fill(logit == math.inf, 0.0)
+    return torch.exp2(below * t.LOG2E - low).masked_fill(logit == -math.inf, 0.0)
