@@ -128,3 +128,119 @@ def test_a_list_of_terms_that_changes_is_read_anew():
     terms[0] = tw.softcap(0.3)
     want = tw.attention(q, k, v, scores=tw.softcap(0.3), backend="naive")
     torch.testing.assert_close(tw.attention(q, k, v, scores=terms, backend="cpu"), want)
+
+
+Q, K, V = (torch.randn(2, heads, 9, 16) for heads in (4, 2, 2))
+CAUSAL = tw.causal()
+DIFFERENT = {
+    "mask": {"mask": tw.window(2, 0)},
+    "no mask": {"mask": None},
+    "scores": {"scores": tw.softcap(0.5)},
+    "sink": {"sink": torch.full((4,), 2.0)},
+    "scale": {"scale": 0.7},
+    "q_offset": {"q_offset": 3},
+    "k_offset": {"k_offset": 3},
+    "h_offset": {"h_offset": 3},
+    "dropout": {"dropout": 0.5, "seed": 3},
+    "backend": {"backend": "naive", "allow_quadratic": True},
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_what_an_option_changes_is_seen(name):
+    for _ in range(4):
+        plain = tw.attention(Q, K, V, **{"mask": CAUSAL, "backend": "cpu"})
+    assert quick.ready.last is not None
+    options = {"mask": CAUSAL, "backend": "cpu"} | DIFFERENT[name]
+    got = tw.attention(Q, K, V, **options)
+    quick.ready.clear()
+    assert torch.equal(got, tw.attention(Q, K, V, **options))
+    assert name in ("h_offset", "backend") or not torch.allclose(got, plain, atol=1e-3)
+
+
+def test_options_that_change_no_number_are_compared_too():
+    for _ in range(4):
+        tw.attention(Q, K, V, mask=CAUSAL, backend="cpu")
+    known = quick.ready.last.matches
+    options = [CAUSAL, (), None, None, None, 0, 0, None, False, "cpu", False]
+    assert known((Q, K, V), *options)
+    for at, other in ((4, 0), (7, True), (8, True), (9, "auto"), (10, True), (6, False), (5, 0.0)):
+        assert not known((Q, K, V), *options[:at], other, *options[at + 1 :]), at
+
+
+def test_tensors_that_lie_otherwise_are_seen():
+    for _ in range(4):
+        want = tw.attention(Q, K, V, backend="cpu")
+    turned = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (Q, K, V)]
+    assert torch.equal(tw.attention(*turned, backend="cpu"), want)
+    shorter = [K[:, :, :5], V[:, :, :5]]
+    got = tw.attention(Q, *shorter, backend="cpu")
+    torch.testing.assert_close(got, tw.attention(Q, *shorter, backend="naive"))
+
+
+def test_a_backend_that_is_registered_is_asked():
+    from tilewise.dispatch import registry
+
+    tensors = run_often()
+    held = quick.ready.last
+    options = (None, (), None, None, None, 0, 0, None, False, "cpu", False)
+    assert held.matches(tensors, *options)
+    entries = dict(registry._entries)
+    try:
+        registry.register("another", "tilewise.backends.reference.naive", "Naive")
+        assert quick.ready.last is None
+        assert not held.matches(tensors, *options)
+    finally:
+        registry._entries = entries
+
+
+def test_a_mode_sees_a_call_that_is_like_the_last():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    tensors = run_often()
+    want = tw.attention(*tensors, backend="cpu")
+    with Watch():
+        got = tw.attention(*tensors, backend="cpu")
+    assert seen and torch.equal(got, want)
+
+
+def test_threads_are_those_of_now_and_change_no_bit():
+    q, k, v = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 4096, 64), torch.randn(1, 2, 4096, 64)
+    had, found = torch.get_num_threads(), []
+    try:
+        for threads in (2, 2, 2, 1, 3, 2):
+            torch.set_num_threads(threads)
+            found.append(tw.attention(q, k, v, backend="cpu"))
+    finally:
+        torch.set_num_threads(had)
+    assert all(torch.equal(found[0], out) for out in found[1:])
+
+
+def test_calls_at_once_share_nothing():
+    from concurrent.futures import ThreadPoolExecutor
+
+    calls = [[torch.randn(1, 4, 1, 64), torch.randn(1, 2, 2048, 64), torch.randn(1, 2, 2048, 64)] for _ in range(4)]
+    want = [tw.attention(*x, backend="cpu") for x in calls]
+    run_often()
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda n: tw.attention(*calls[n % 4], backend="cpu"), range(200)))
+    assert all(torch.equal(out, want[n % 4]) for n, out in enumerate(got))
+
+
+def test_tangents_go_through_a_call_that_is_like_the_last():
+    from torch.autograd import forward_ad
+
+    q, k, v = run_often()
+    tangent = torch.randn_like(q)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, tangent)
+        got = forward_ad.unpack_dual(tw.attention(dual, k, v, backend="cpu")).tangent
+    _, want = torch.func.jvp(lambda x: tw.attention(x, k, v, backend="naive"), (q,), (tangent,))
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
