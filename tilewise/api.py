@@ -98,7 +98,7 @@ def attention(
 
     Source: Dao et al., FlashAttention, 2022, https://arxiv.org/abs/2205.14135.
     """
-    if not quick.is_compiling():  # compiled code must not see the table
+    if not quick.is_traced():  # compiled code must not see the table
         last = quick.ready.last
         if last is not None and out is None and not dropout and type(dropout) in _NUMBERS:
             tensors = (q, k, v)
@@ -108,7 +108,7 @@ def attention(
             ):  # fmt: skip
                 if last.differentiable:
                     return quick.run(last.found, tensors, (), return_lse)
-                pair = last.found.run(q, k, v, (), return_lse)
+                pair = last.run(q, k, v, (), return_lse)
                 return pair if return_lse else pair[0]
     key = None
     if out is None and type(dropout) in _NUMBERS and not dropout:

@@ -38,6 +38,7 @@ _NUMBERS = (int, type(None))
 
 # Looked up once: a call of this kind takes microseconds.
 is_compiling = torch.compiler.is_compiling
+is_traced = torch.compiler.is_dynamo_compiling  # other compilers run Python in modes, which `Like` sees
 is_autocast_enabled = torch.is_autocast_enabled
 is_grad_enabled = torch.is_grad_enabled
 transforms_active = torch._C._are_functorch_transforms_active
@@ -146,12 +147,15 @@ class Like:
     is not compared.
 
     matches(tensors, mask, scores, sink, scale, and the other options of `key_of`): whether a call is like this one.
+    run: how to run it without gradients.
     """
 
     def __init__(
         self, same: Callable[..., bool], spec: tuple[Any, Any, Any], options: tuple[Any, ...], found: Any
     ) -> None:
         self.found = found
+        run = None if found is None else found.run
+        self.run: Prepared = getattr(run, "direct", run)  # type: ignore[assignment]
         self.differentiable = True
         self.matches = _matches(same, spec, options)
 

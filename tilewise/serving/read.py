@@ -82,11 +82,11 @@ def attend_view(
     key = None
     dropout, single = random[0], False
     plain = type(dropout) in (float, int) and not dropout
-    if not quick.is_compiling():
+    if not quick.is_traced():
         single, like = cu_seqlens_q is None and not partial, view.attended
         if like is not None and single and plain and like.matches((q, *view.held), *spec, *options):
             return _run_again(like, view, q, want_lse)
-        if not looked:
+        if not looked and not quick.is_compiling():
             view.look()
     if plain:
         key, extra = key_of(view, q, spec, options) if kind is None else kind
@@ -126,8 +126,7 @@ def _run_again(like: quick.Like, view: CacheView, q: Tensor, want_lse: bool) -> 
     if like.differentiable:
         result = quick.run(like.found, (q, view.k, view.v), more, want_lse)
         return result if want_lse else (result, None)  # type: ignore[return-value]
-    found: quick.Ready = like.found
-    return found.run(q, view.k, view.v, more, want_lse)
+    return like.run(q, view.k, view.v, more, want_lse)
 
 
 def write_view(

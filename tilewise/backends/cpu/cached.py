@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from tilewise.problem import Inputs, Problem
 
 
+NAMES, ADDRESS = 1, 2
+"""What is read of a table of pages: the one page of each sequence, or where it lies."""
+
+
 def with_table(inputs: Inputs) -> Inputs:
     """The inputs with a table of pages that the kernels read."""
     table = inputs.block_table
@@ -54,6 +58,10 @@ class CachedForward:
         o, s = problem.options, problem.shape
         self._few: Forward | None = None
         self._last: tuple[Any, Segments] | None = None
+        table = inputs.block_table
+        # Shapes and types are those of every call of the kind.
+        self._of_table = 0 if table is None else NAMES if table.shape[1] == 1 else ADDRESS
+        self._is_read = table is not None and integers(table) is table
         if o.layout == "dense" and not o.seqused_q and 0 < s.seqlen_q <= launch.decode_rows(problem):
             inputs = with_table(inputs)
             out = empty_in_order(inputs.q, problem.out_shape, problem.out_dtype)
@@ -79,7 +87,7 @@ class CachedForward:
             lse = (
                 torch.empty(self._problem.lse_shape, dtype=torch.float32, device="cpu") if want_lse else None
             )
-            segments = self._segments(extra, k.shape[0])
+            segments = self._segments(extra, k)
             short = self._short
             if short is not None:
                 finite = short((q, k, v), out, lse, segments)
@@ -94,25 +102,25 @@ class CachedForward:
             return self._exact.forward(self._problem, inputs)
         return forward(self._problem, inputs, self._slots, self._exact)
 
-    def _segments(self, extra: Sequence[Tensor], num_pages: int) -> Segments:
+    def _segments(self, extra: Sequence[Tensor], k: Tensor) -> Segments:
         """The slots of SEGMENT of every sequence, as `pieces` and `launch.segments_of` find them; those of the last
         call where it met the same, as the layers of a model do."""
         s = self._problem.shape
-        used, padding, table = [None if at < 0 else extra[at] for at in self._at]
-        lengths = [s.seqlen_k] * s.batch if used is None else used.tolist()
-        paddings = None if padding is None else padding.tolist()
-        entries, address, step = None, 0, 0
-        held = None
-        if table is not None and table.shape[1] == 1:
-            entries = table[:, 0].tolist()
-        elif table is not None:
-            held = integers(table)
-            address, step = held.data_ptr(), held.stride(0) * 4
-        met = (lengths, paddings, entries, num_pages, address)
+        at_used, at_padding, at_table = self._at
+        lengths = [s.seqlen_k] * s.batch if at_used < 0 else extra[at_used].tolist()
+        paddings = None if at_padding < 0 else extra[at_padding].tolist()
+        entries, address, held = None, 0, None
+        if self._of_table == NAMES:
+            entries = extra[at_table][:, 0].tolist()
+        elif self._of_table:
+            held = extra[at_table] if self._is_read else integers(extra[at_table])
+            address = held.data_ptr()
+        met = (lengths, paddings, entries, address)
         last = self._last
         if last is not None and last[0] == met:
             # The caller holds its own table.
-            return last[1] if held is table else last[1]._replace(held=held)
+            return last[1] if held is None or self._is_read else last[1]._replace(held=held)
+        num_pages, step = k.shape[0], 0 if held is None else held.stride(0) * 4
         inputs, rows, capacity, chunk, units = self._inputs, s.seqlen_q, s.seqlen_k, self._chunk, self._units
         numbers = array("q")
         tasks, most = 0, 1

@@ -24,7 +24,7 @@ def _slots(name: str, fields: str) -> ModuleType:
 
 P = _slots(
     "P",
-    "task thread flag num_tasks threads q k v out lse segments num_segments scratch scratch_bytes "
+    "task thread flag num_tasks threads q k v out lse scratch segments num_segments scratch_bytes "
     "q_b q_h q_n k_b k_h k_n v_b v_h v_n out_b out_h out_n lse_b lse_h "
     "do do_b do_h do_n dq dq_b dq_h dq_n dk dk_b dk_h dk_n dv dv_b dv_h dv_n dlse dlse_b dlse_h "
     "sink_rows sink_rows_b sink_rows_h "

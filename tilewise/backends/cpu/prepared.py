@@ -40,8 +40,8 @@ PARTS = 1 << 18
 _Q, _K, _V, _OUT, _LSE, _SPEC = P.q, P.k, P.v, P.out, P.lse, P.spec
 _TASK, _THREAD, _FLAG, _SCRATCH = P.task, P.thread, P.flag, P.scratch
 _NUM_TASKS = P.num_tasks
-BEGIN, BEGIN_OVER = struct.Struct("=10q"), struct.Struct("=12q")
-"""The beginning of a parameter block, up to lse and to the number of segments."""
+BEGIN, BEGIN_OVER = struct.Struct("=11q"), struct.Struct("=13q")
+"""The beginning of a parameter block, up to the scratch and to the number of segments."""
 _free_scratch: dict[int, list[tuple[Tensor, int]]] = {}
 """(memory, its first whole line) by size in bytes. What a run takes is its own until it puts it back."""
 KEPT_KEYS = 1 << 24
@@ -275,14 +275,13 @@ class Forward:
             ) = held  # fmt: skip
             block = blocks.pop() if blocks else make()
             scratch = scratches.pop() if scratches else _new_scratch(size)
-            block.values[_SCRATCH] = scratch[1]
             if splits > 1 and block.splits != splits:
                 set_parts(block, splits)
             alone = launcher is None or is_forked()
             used = 1 if alone else min(threads, get_num_threads())
             addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr())
             to_lse = block.lse_address if lse is None else lse.data_ptr()
-            pack_into(block.view, 0, 0, 0, 0, tasks, used, *addresses, to_lse)
+            pack_into(block.view, 0, 0, 0, 0, tasks, used, *addresses, to_lse, scratch[1])
             if alone:
                 worker(block.address)
             else:
@@ -320,15 +319,14 @@ class Forward:
             ) = held  # fmt: skip
             block = blocks.pop() if blocks else make()
             scratch = scratches.pop() if scratches else _new_scratch(size)
-            block.values[_SCRATCH] = scratch[1]
             used = 1 if launcher is None or is_forked() else min(threads, get_num_threads(), tasks)
             q, k, v = qkv
             addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr())
             to_lse = block.lse_address if lse is None else lse.data_ptr()
             address, count = numbers.buffer_info()
             pack_into(
-                block.view, 0, 0, 0, 0, tasks, used, *addresses, to_lse, address, count // SEGMENT.size
-            )
+                block.view, 0, 0, 0, 0, tasks, used, *addresses, to_lse, scratch[1], address, count // SEGMENT.size
+            )  # fmt: skip
             parts = set_parts(block, splits) if splits > 1 and block.splits != splits else None
             if used > 1:
                 launcher(function, block.address, used, 0)
