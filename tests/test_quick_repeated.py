@@ -162,10 +162,11 @@ def test_options_that_change_no_number_are_compared_too():
     for _ in range(4):
         tw.attention(Q, K, V, mask=CAUSAL, backend="cpu")
     known = quick.ready.last.matches
-    options = [CAUSAL, (), None, None, None, 0, 0, None, False, "cpu", False]
-    assert known((Q, K, V), *options)
-    for at, other in ((4, 0), (7, True), (8, True), (9, "auto"), (10, True), (6, False), (5, 0.0)):
-        assert not known((Q, K, V), *options[:at], other, *options[at + 1 :]), at
+    options = (None, None, 0, 0, None, False, "cpu", False)
+    assert known((Q, K, V), CAUSAL, (), None, options)
+    for at, other in ((1, 0), (4, True), (5, True), (6, "auto"), (7, True), (3, False), (2, 0.0)):
+        changed = (*options[:at], other, *options[at + 1 :])
+        assert not known((Q, K, V), CAUSAL, (), None, changed), at
 
 
 def test_tensors_that_lie_otherwise_are_seen():
@@ -183,7 +184,7 @@ def test_a_backend_that_is_registered_is_asked():
 
     tensors = run_often()
     held = quick.ready.last
-    options = (None, (), None, None, None, 0, 0, None, False, "cpu", False)
+    options = (None, (), None, (None, None, 0, 0, None, False, "cpu", False))
     assert held.matches(tensors, *options)
     entries = dict(registry._entries)
     try:
@@ -226,7 +227,9 @@ def test_threads_are_those_of_now_and_change_no_bit():
 def test_calls_at_once_share_nothing():
     from concurrent.futures import ThreadPoolExecutor
 
-    calls = [[torch.randn(1, 4, 1, 64), torch.randn(1, 2, 2048, 64), torch.randn(1, 2, 2048, 64)] for _ in range(4)]
+    calls = [
+        [torch.randn(1, 4, 1, 64), torch.randn(1, 2, 2048, 64), torch.randn(1, 2, 2048, 64)] for _ in range(4)
+    ]
     want = [tw.attention(*x, backend="cpu") for x in calls]
     run_often()
     with ThreadPoolExecutor(4) as pool:

@@ -98,30 +98,25 @@ def attention(
 
     Source: Dao et al., FlashAttention, 2022, https://arxiv.org/abs/2205.14135.
     """
-    if not quick.is_traced():  # compiled code must not see the table
-        last = quick.ready.last
-        if last is not None and out is None and not dropout and type(dropout) in _NUMBERS:
-            tensors = (q, k, v)
-            if last.matches(
-                tensors, mask, scores, sink, scale, q_offset, k_offset, h_offset, deterministic, batch_invariant,
-                backend, allow_quadratic,
-            ):  # fmt: skip
+    key = None
+    options = (
+        scale,
+        q_offset,
+        k_offset,
+        h_offset,
+        deterministic,
+        batch_invariant,
+        backend,
+        allow_quadratic,
+    )
+    if out is None and type(dropout) in _NUMBERS and not dropout:
+        if not quick.is_traced():  # compiled code must not see the table
+            last, tensors = quick.ready.last, (q, k, v)
+            if last is not None and last.matches(tensors, mask, scores, sink, options):
                 if last.differentiable:
                     return quick.run(last.found, tensors, (), return_lse)
                 pair = last.run(q, k, v, (), return_lse)
                 return pair if return_lse else pair[0]
-    key = None
-    if out is None and type(dropout) in _NUMBERS and not dropout:
-        options = (
-            scale,
-            q_offset,
-            k_offset,
-            h_offset,
-            deterministic,
-            batch_invariant,
-            backend,
-            allow_quadratic,
-        )
         spec = (mask, scores, sink)
         key, extra = quick.key_of(q, k, v, mask, scores, sink, options)
         # Compiled code has no key, and must not see the table: torch 2.5 would compile anew whenever it grows.

@@ -146,7 +146,7 @@ class Like:
     and all that changes what a call means, such as transforms and modes. Not to be made where autocast is on: its dtype
     is not compared.
 
-    matches(tensors, mask, scores, sink, scale, and the other options of `key_of`): whether a call is like this one.
+    matches(tensors, mask, scores, sink, options of `key_of`): whether a call is like this one.
     run: how to run it without gradients.
     """
 
@@ -165,13 +165,14 @@ def _matches(
 ) -> Callable[..., bool]:
     """`Like.matches`, in one function that meets little memory: after work that fills the caches that is its time."""
     known, watched = ready.known, not compares_records()
-    held = (same, known, watched, spec[0], spec[1], *options)
+    held = (same, known, watched, spec[0], spec[1], options)
 
     def matches(
-        tensors: tuple[Any, ...], mask: Any, scores: Any, sink: Any, scale: Any, q_offset: Any, k_offset: Any,
-        h_offset: Any, deterministic: Any, batch_invariant: Any, backend: Any, allow_quadratic: Any,
-    ) -> bool:  # fmt: skip
-        same, known, watched, mask_, scores_, scale_, q_, k_, h_, deterministic_, invariant_, backend_, quadratic_ = held
+        tensors: tuple[Any, ...], mask: Any, scores: Any, sink: Any, options: tuple[Any, ...]
+    ) -> bool:
+        same, known, watched, mask_, scores_, options_ = held
+        scale_, q_, k_, h_, ordered_, invariant_, backend_, quadratic_ = options_
+        scale, q_offset, k_offset, h_offset, ordered, invariant, backend, quadratic = options
         # Numbers that are equal may be of a type that is refused: True, 1.0, a tensor.
         return (
             mask is mask_
@@ -181,10 +182,10 @@ def _matches(
             and q_offset is q_
             and k_offset is k_
             and h_offset is h_
-            and deterministic is deterministic_
-            and batch_invariant is invariant_
+            and ordered is ordered_
+            and invariant is invariant_
             and backend is backend_
-            and allow_quadratic is quadratic_
+            and quadratic is quadratic_
             and known[0]
             and forward_ad._current_level < 0
             and not len_dispatch_stack()  # modes, which it does not compare

@@ -19,11 +19,11 @@ from tilewise.serving.paged import Batch, PagedKVCache, PagedLayer
 from tilewise.serving.read import attend_view, check_call, check_out
 from tilewise.serving.rotary import (
     RotaryTable,
-    as_table,
     check_positions,
     check_reach,
     check_table,
     query_positions,
+    table_of,
     turn,
 )
 from tilewise.spec.scores import ScoreTerm, as_terms
@@ -114,12 +114,7 @@ def attention_with_cache(
     """
     if not isinstance(q, Tensor):
         raise DTypeError(f"q is a tensor, not {type(q).__name__}")
-    table = None if rotary is None else as_table(rotary)
-    if positions is not None and table is None:
-        raise OptionError(
-            "positions are rows of the rotary tables, and there are none\n"
-            "Give rotary=, or q_offset= for where the queries stand in the mask."
-        )
+    table = table_of(rotary, positions)
     edges_q = None if cu_seqlens_q is None else _edges("cu_seqlens_q", cu_seqlens_q, q.device)
     new = None
     if k_new is not None or v_new is not None:

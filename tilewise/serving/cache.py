@@ -39,7 +39,8 @@ class CacheView:
         trusted: whether whoever made the view guarantees room and pages, so that a call looks at neither.
 
     attended, checked: what the next call is compared with, of those that were attended and of those that were found
-    right. held: its tensors, where one of those is known. kind: a number that views of the same shapes, strides, types and device share, UNKNOWN before the first call.
+    right. held: its tensors, where one of those is known. kind: a number that views of the same shapes, strides, types
+    and device share, UNKNOWN before the first call.
     forms: what is known of appends by their shapes: that they fit, and a quick way to do them or None.
     """
 

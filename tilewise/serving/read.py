@@ -84,7 +84,7 @@ def attend_view(
     plain = type(dropout) in (float, int) and not dropout
     if not quick.is_traced():
         single, like = cu_seqlens_q is None and not partial, view.attended
-        if like is not None and single and plain and like.matches((q, *view.held), *spec, *options):
+        if like is not None and single and plain and like.matches((q, *view.held), *spec, options):
             return _run_again(like, view, q, want_lse)
         if not looked and not quick.is_compiling():
             view.look()
@@ -157,7 +157,7 @@ def check_call(
     kind = None
     if type(dropout) in (float, int) and not dropout:
         single = cu_seqlens_q is None and not quick.is_compiling()
-        if single and view.checked is not None and view.checked.matches((q,), *spec, *options):
+        if single and view.checked is not None and view.checked.matches((q,), *spec, options):
             return None
         kind = key_of(view, q, spec, options)
         shape = None if cu_seqlens_q is None else cu_seqlens_q.shape

@@ -20,6 +20,7 @@ __all__ = [
     "locate",
     "query_positions",
     "rotate",
+    "table_of",
     "turn",
 ]
 
@@ -59,6 +60,16 @@ def as_table(rotary: Any) -> RotaryTable | None:
     if isinstance(rotary, (tuple, list)) and len(rotary) == 2 and all(isinstance(t, Tensor) for t in rotary):
         return RotaryTable(*rotary)
     raise DTypeError(f"rotary is a RotaryTable or a pair (cos, sin) of tensors, not {type(rotary).__name__}")
+
+
+def table_of(rotary: Any, positions: Tensor | None) -> RotaryTable | None:
+    """`as_table` of a call's tables. Raises OptionError for positions without them."""
+    if rotary is None and positions is not None:
+        raise OptionError(
+            "positions are rows of the rotary tables, and there are none\n"
+            "Give rotary=, or q_offset= for where the queries stand in the mask."
+        )
+    return as_table(rotary)
 
 
 def check_table(x: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -35,12 +35,12 @@ P = _slots(
     "dropout threshold factor seed_low seed_high h_offset b_offset "
     "classify fold_full fold_partial slopes_full slopes_partial spec count",
 )
-"""A call; first what differs from call to call, side by side. classify, fold_*, slopes_*: addresses of the spec's code, 0 where the spec has none. turned_v: v turned
-for products of pairs, or k and v in float32; 0 where each block is brought into shape when it is met. block_rows: rows
-of a task of the forward pass; dq_rows: rows of a block of dq. together: KV heads of a task of decode. arrived:
-splits that are done, by segment and head, all 0 between calls. untouched, fresh, fresh_pages: the next of so many huge
-pages that nobody has met, and where they begin. threads: of the call, by which tasks of decode are shared out. count:
-of the slots."""
+"""A call; first what differs from call to call, side by side. classify, fold_*, slopes_*: addresses of the spec's
+code, 0 where the spec has none. turned_v: v turned for products of pairs, or k and v in float32; 0 where each block is
+brought into shape when it is met. block_rows: rows of a task of the forward pass; dq_rows: rows of a block of dq.
+together: KV heads of a task of decode. arrived: splits that are done, by segment and head, all 0 between calls.
+untouched, fresh, fresh_pages: the next of so many huge pages that nobody has met, and where they begin. threads: of
+the call, by which tasks of decode are shared out. count: of the slots."""
 
 STRIDES = {P.q: P.q_b, P.k: P.k_b, P.v: P.v_b, P.out: P.out_b, P.lse: P.lse_b}
 """Where the strides of those begin that do not follow their address."""

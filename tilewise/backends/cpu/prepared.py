@@ -314,8 +314,8 @@ class Forward:
             if not tasks:
                 return True
             (
-                blocks, make, scratches, size, set_parts, launcher, is_forked, threads, get_num_threads, worker, function,
-                pack_into,
+                blocks, make, scratches, size, set_parts, launcher, is_forked, threads, get_num_threads, worker,
+                function, pack_into,
             ) = held  # fmt: skip
             block = blocks.pop() if blocks else make()
             scratch = scratches.pop() if scratches else _new_scratch(size)

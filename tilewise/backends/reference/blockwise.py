@@ -21,7 +21,15 @@ from tilewise.backends.protocol import Gradients, Needs, Reason, Schedule
 from tilewise.backends.reference import tile as t
 from tilewise.backends.reference.segments import Segment, uniform
 from tilewise.backends.reference.tile import LN2, LOG2E
-from tilewise.backends.reference.walk import Walk, absorb_sink, choose_blocks, drop, hide, sink_weight, tile_scores
+from tilewise.backends.reference.walk import (
+    Walk,
+    absorb_sink,
+    choose_blocks,
+    drop,
+    hide,
+    sink_weight,
+    tile_scores,
+)
 from tilewise.problem import Inputs, Problem, empty_in_order
 from tilewise.spec.print_torch import accumulate
 
