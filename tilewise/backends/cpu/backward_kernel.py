@@ -43,7 +43,7 @@ from tilewise.backends.cpu.micro import (
 )  # fmt: skip
 from tilewise.backends.cpu.pair_backward import build_pair_operands
 from tilewise.backends.cpu.pairs import Pairs
-from tilewise.backends.cpu.parameters import LANES, SEGMENT, P
+from tilewise.backends.cpu.parameters import LANES, SEGMENT, TABLE, P
 from tilewise.memory import HUGE
 
 if TYPE_CHECKING:
@@ -315,6 +315,8 @@ def build_backward(isa: Isa, dtype: str) -> Any:
                 if span[0] == split * load_i64(seg, SEGMENT.chunk):
                     # The first keys of a task: here and not all at once, so that zeros are met before they leave.
                     fill(dq + number * dq_rows * ROW, dq_rows * BLOCK_ROWS, f32(0.0))
+                store_i64(w + LANES.numbers, TABLE.first, span[0])
+                store_i64(w + LANES.numbers, TABLE.end, span[1])
                 ready = False
                 # With `exact` the rows' statistics come first: they are pass 0, their gradients pass 1.
                 for step in range(0 if exact else 1, 2):

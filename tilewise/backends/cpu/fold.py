@@ -126,7 +126,7 @@ class Tile:
             start = b.mul(group, I64(GROUP))
             shared = self.key(outer, b.add(first, start))
             for stage in self.stages:
-                stage.fill(shared)
+                stage.fill(shared, b.add(first, start))
             rest = b.sub(count, start)
             rest = b.select(b.icmp_signed("<", rest, I64(GROUP)), rest, I64(GROUP))
             with self.loop(rest, "key") as n:

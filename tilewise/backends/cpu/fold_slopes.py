@@ -22,7 +22,7 @@ from tilewise.backends.cpu.isa import LINE, STRIP
 from tilewise.backends.cpu.parameters import LANE as ROW
 from tilewise.backends.cpu.parameters import LANES
 from tilewise.backends.cpu.print_vector import KEY, LANE
-from tilewise.backends.cpu.stage import AHEAD, GROUP, along_keys, room
+from tilewise.backends.cpu.stage import GROUP, ahead, along_keys, room
 from tilewise.backends.cpu.words import F32, I32, I64
 from tilewise.spec.derivative import differentiate
 
@@ -123,8 +123,9 @@ class Site:
             for v, printer in enumerate(rows):
                 self._scatter(printer, self.b.load(self.sums[v]))
 
-    def add_group(self, first: ir.Value, count: ir.Value) -> None:
-        """What stands in the buffer to the rows of the leaf; first: the index of the group's first key."""
+    def add_group(self, first: ir.Value, count: ir.Value, column: ir.Value) -> None:
+        """What stands in the buffer to the rows of the leaf; first: the index of the group's first key, in column
+        `column`."""
         b, w = self.b, self.w
         slot = self.tile.slots.leaf_at[int(self.node.value)] + 1 + 2 * self.dimension  # type: ignore[arg-type, operator]
         size, stride = w.load(self.tile.spec, 8 * slot, I64), self.strides[self.dimension]  # type: ignore[index]
@@ -135,7 +136,9 @@ class Site:
         with b.if_else(whole) as (vectors, elements):
             with vectors:
                 offset = b.mul(first, stride)
-                if not self.stored or w.lanes != GROUP:
+                if not self.stored:
+                    self._add_squares(offset, far=ahead(self.tile, column, self.addresses, 4))
+                elif w.lanes != GROUP:
                     self._add_squares(offset)
                 else:
                     # Whole lines go past the caches: nobody reads them here, and none is fetched to be overwritten.
@@ -159,7 +162,7 @@ class Site:
                     else:
                         self._accumulate(b.add(start, at), value)
 
-    def _add_squares(self, offset: ir.Value, past: bool = False) -> None:
+    def _add_squares(self, offset: ir.Value, past: bool = False, far: ir.Value | None = None) -> None:
         b, w = self.b, self.w
         places = []
         for lane in range(STRIP):
@@ -168,7 +171,7 @@ class Site:
             if self.stored:
                 to = b.select(b.icmp_signed("!=", start, I64(0)), to, self.nowhere)
             else:
-                w.prefetch(to, 4 * AHEAD, write=True)
+                w.prefetch(to, far, write=True)
             places.append(to)
         for lane in range(0, STRIP, w.lanes):
             for key in range(0, GROUP, w.lanes):
@@ -235,7 +238,7 @@ def print_slopes(
         shared = tile.key(outer, b.add(first, start))
         for site in sites:
             if site.dimension is not None:
-                site.add_group(shared[site.node.args[site.dimension]], count)
+                site.add_group(shared[site.node.args[site.dimension]], count, b.add(first, start))
 
     with tile.loop(strips, "strip") as strip:
         at = b.mul(strip, I64(4 * STRIP))

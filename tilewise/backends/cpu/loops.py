@@ -228,6 +228,8 @@ def build_loops(isa: Isa, micro: Micro) -> Loops:
         store_i32(n, NUMBER.k_offset, i32(load_i64(seg, SEGMENT.k_offset)))
         store_i64(n, TABLE.address, load_i64(seg, SEGMENT.table))
         store_i64(n, TABLE.columns, load_i64(seg, SEGMENT.columns))
+        store_i64(n, TABLE.first, 0)
+        store_i64(n, TABLE.end, 1 << 32)
         if packed:
             return first // group, last // group
         return first, last

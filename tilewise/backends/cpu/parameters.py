@@ -74,5 +74,6 @@ LANES = _places(
 
 NUMBER = _slots("NUMBER", "b g h_first h_last q_offset k_offset")
 """int32 at LANES.numbers: what is one number for the whole block."""
-TABLE = _slots("TABLE", "a b c d e f g h address columns")
-"""int64 at LANES.numbers, after those: the segment's table of tile classes."""
+TABLE = _slots("TABLE", "a b c d e f g h address columns first end")
+"""int64 at LANES.numbers, after those: the segment's table of tile classes; and the keys that the block of rows meets
+before the rows below it meet them, by which leaves are asked for ahead: end is out of reach where other rows follow."""

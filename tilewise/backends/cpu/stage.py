@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import llvmlite.ir as ir
 
-from tilewise.backends.cpu.isa import STRIP
+from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP
+from tilewise.backends.cpu.parameters import LANES, TABLE
 from tilewise.backends.cpu.print_vector import KEY, LANE, SIZES
 from tilewise.backends.cpu.words import F32, I8, I32, I64
 
@@ -49,6 +50,18 @@ def room(b: ir.IRBuilder, type_: ir.Type, count: int) -> ir.Value:
     return b.ptrtoint(cell, I64)
 
 
+def ahead(tile: Tile, column: ir.Value, addresses: ir.Value, size: int) -> ir.Value:
+    """How far behind the numbers of a key those lie that are met AHEAD keys later: where the rows' keys end before, in
+    the rows below, at their first key."""
+    b, w = tile.b, tile.w
+    first, end = (w.load(tile.scratch, LANES.numbers + 8 * n, I64) for n in (TABLE.first, TABLE.end))
+    one, two = (w.load(addresses, 8 * lane, I64) for lane in (0, 1))
+    below = b.mul(b.sub(two, one), I64(BLOCK_ROWS))
+    below = b.sub(below, b.mul(b.sub(end, first), I64(size)))
+    over = b.icmp_signed(">=", b.add(column, I64(AHEAD)), end)
+    return b.add(b.select(over, below, I64(0)), I64(AHEAD * size))
+
+
 class Stage:
     """The buffer of one load: GROUP rows, one a key, of STRIP elements."""
 
@@ -73,8 +86,8 @@ class Stage:
                     address = self.b.add(base, step if self.tile.slots.far else self.b.sext(step, I64))
                 self.w.store(address, self.addresses, 8 * (v * self.w.lanes + lane))
 
-    def fill(self, shared: dict[Node, ir.Value]) -> None:
-        """The buffer for the keys of which the first is in `shared`."""
+    def fill(self, shared: dict[Node, ir.Value], column: ir.Value) -> None:
+        """The buffer for the keys of which the first is in `shared`, in column `column`."""
         b, at = self.b, self.tile.slots.leaf_at[int(self.node.value)]  # type: ignore[arg-type]
         first = b.sext(shared[self.node.args[self.dimension]], I64)
         size = self.w.load(self.tile.spec, 8 * (at + 1 + 2 * self.dimension), I64)
@@ -84,15 +97,15 @@ class Stage:
         plain = b.and_(inside, b.icmp_signed("==", stride, I64(SIZES[self.element])))
         with b.if_else(plain) as (vectors, elements):
             with vectors:
-                self._turn(b.mul(first, stride))
+                self._turn(b.mul(first, stride), ahead(self.tile, column, self.addresses, SIZES[self.element]))
             with elements:
                 self._gather(first, size, stride)
 
-    def _turn(self, offset: ir.Value) -> None:
+    def _turn(self, offset: ir.Value, far: ir.Value) -> None:
         b, w = self.b, self.w
         starts = [b.add(w.load(self.addresses, 8 * lane, I64), offset) for lane in range(STRIP)]
         for start in starts:
-            w.prefetch(start, AHEAD * SIZES[self.element])
+            w.prefetch(start, far)
         if self.type == I8:
             bytes_ = ir.VectorType(I8, GROUP)
             for key, row in enumerate(self._interleave([w.load(start, 0, bytes_) for start in starts])):
