@@ -159,16 +159,18 @@ def backward(
         block.set(P.exact, int(not problem.options.subset))
         block.tensor(P.part_dq, memory.empty((splits * tiles * dq_rows(problem) * BLOCK_ROWS,)))
         link_spec(block, problem, inputs, slots)
-        code = fold_slopes.backward_code(isa, problem.spec, slots, packs(problem), tuple(sums.ways))
-        block.set(P.slopes_full, code.get("slopes_full", 0))
-        block.set(P.slopes_partial, code.get("slopes_partial", 0))
         block.table(P.leaf_parts, sums.entries)
         if sums.fresh is not None:
             block.set(P.fresh, sums.fresh.data_ptr())
             block.set(P.fresh_pages, 4 * sums.fresh.numel() // memory.HUGE)
         threads = pool.num_threads()
         block.scratch(scratch_bytes(problem), threads)
-        for first, count in turns(problem, found) if sums.in_turn else [(0, tasks)]:
+        for turn, (first, count) in enumerate(turns(problem, found) if sums.in_turn else [(0, tasks)]):
+            if turn < 2:
+                ways = sums.ways_of(turn)
+                code = fold_slopes.backward_code(isa, problem.spec, slots, packs(problem), ways)
+                block.set(P.slopes_full, code.get("slopes_full", 0))
+                block.set(P.slopes_partial, code.get("slopes_partial", 0))
             block.run(kernel(isa, "backward", dtype), count, threads, first)
         units = s.num_heads_kv if packs(problem) else s.num_heads_q
         block.run(kernel(isa, "finish", dtype), len(found) * units, threads)

@@ -40,17 +40,22 @@ def owned(problem: Problem, slot: int, in_turn: bool) -> bool:
     return needed <= names and (s.num_heads_q == 1 or in_turn or bool(names & {"h", "g"}))
 
 
-def met_once(problem: Problem, slot: int, leaf: Tensor) -> bool:
+def met_once(problem: Problem, slot: int, leaf: Tensor, in_turn: bool = False) -> bool:
     """Whether each number of a leaf is read by one pair, and every pair is met: a bias of one number a pair, batch
     entry and head, without a mask by which tiles would be left out. Only what the kernels turn by squares is stored: a
     leaf read by row and column whose type is widened (`stage.along_keys`), not one that a single row or key makes a
-    number a pair."""
+    number a pair. in_turn: whether that holds of each batch entry and head, which all read the same numbers."""
     s = problem.shape
     sites = [site for site in ex.loads(problem.spec.score) if int(site.value) == slot]  # type: ignore[arg-type]
     if len(sites) != 1 or problem.spec.keep is not None or problem.options.layout != "dense":
         return False
     names = [str(index.value) if index.op == "var" else "" for index in sites[0].args]
     sizes = {"b": s.batch, "h": s.num_heads_q, "i": s.seqlen_q, "j": s.seqlen_k}
+    if in_turn:
+        # A task meets all heads of a group.
+        sizes = {name: 1 if name in "bh" else n for name, n in sizes.items()}
+        if problem.group > 1:
+            return False
     whole = all(sizes.get(name) == n for name, n in zip(names, leaf.shape, strict=True))
     whole = whole and ELEMENTS[leaf.dtype] in WIDENED
     return (
@@ -74,6 +79,7 @@ class LeafSums:
         self.totals: list[Tensor | None] = []
         self.entries: list[int] = [flag]
         self.ways = [ADDED if want else NONE for want in wanted]
+        self.first_ways: dict[int, int] = {}
         self.fits, self.in_turn = True, False
         self.fresh: Tensor | None = None
         loaded = (
@@ -88,9 +94,7 @@ class LeafSums:
                 continue
             if tasks and met_once(problem, slot, leaf):
                 self.ways[slot] = STORED
-                total = memory.empty((1, *leaf.shape))
-                self.fresh = total if self.fresh is None else max(self.fresh, total, key=torch.numel)
-                self._add(total, 0)
+                self._store(leaf)
                 continue
             shared = self._spread(problem, slot, leaf)
             if not shared and tasks * leaf.numel() > LARGEST_PARTS:
@@ -98,8 +102,23 @@ class LeafSums:
                 self.fits = shared
                 if not shared:
                     return
+                if met_once(problem, slot, leaf, in_turn=True):
+                    self.first_ways[slot] = STORED
+                    self._store(leaf)
+                    continue
             total = memory.zeros((1 if shared else max(tasks, 1), *leaf.shape))
             self._add(total, 0 if shared else 4 * leaf.numel())
+
+    def _store(self, leaf: Tensor) -> None:
+        """The buffer of a leaf whose numbers are stored before any is added to."""
+        total = memory.empty((1, *leaf.shape))
+        self.fresh = total if self.fresh is None else max(self.fresh, total, key=torch.numel)
+        self._add(total, 0)
+
+    def ways_of(self, turn: int) -> tuple[int, ...]:
+        """What becomes of each leaf's contributions in a turn."""
+        first = self.first_ways if turn == 0 else {}
+        return tuple(first.get(slot, way) for slot, way in enumerate(self.ways))
 
     def _add(self, total: Tensor, part_bytes: int) -> None:
         """A leaf's buffer, whose first dimension is tasks, and its entry."""
