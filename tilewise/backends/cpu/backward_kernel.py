@@ -29,6 +29,7 @@ from tilewise.backends.cpu.isa import BLOCK_ROWS, LINE, STRIP, uses_pairs
 from tilewise.backends.cpu.loops import EMPTY, FULL, JIT, Loops, build_loops, call_fold, kernel, row_of_q
 from tilewise.backends.cpu.micro import (
     DEPTH,
+    FORESEEN,
     ROW,
     SHORT,
     Micro,
@@ -55,38 +56,44 @@ call_slopes = indirect(types.void, 9)
 
 @kernel
 def build_outer(isa: Isa, micro: Micro) -> Any:
-    """outer(A, B, C, row of C in bytes, keys, columns): C[j] += sum_q A[j, q] B[q], B as `natural` lays it."""
+    """outer(A, B, C, row of C in bytes, keys, columns, asked, row bytes): C[j] += sum_q A[j, q] B[q], B as `natural`
+    lays it. asked: where a tile of numbers lies, of rows q and so many keys, that is asked for meanwhile."""
     vectors, narrow, wide = isa.wide // isa.lanes, STRIP // isa.lanes, isa.wide
     g6, g4, g2, g1 = (micro.product(r, vectors, "added") for r in (6, 4, 2, 1))
     n6, n2, n1 = (micro.product(r, narrow, "added") for r in (6, 2, 1))
 
     @njit(**JIT)
-    def outer(a, b, c, c_row, keys, columns):
+    def outer(a, b, c, c_row, keys, columns, asked, asked_row):
+        lines, steps, nowhere = (keys * 4 + asked % LINE + LINE - 1) // LINE, max(keys // 6 - 1, 1), a
         d = 0
         while d < columns:
-            at, j = b + d * ROW, 0
+            at, j, n = b + d * ROW, 0, 0
             if wide > STRIP and columns - d < wide:
                 while j + 6 <= keys:
-                    n6(a + j * ROW, ROW, 4, at, STRIP * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0)
+                    n6(a + j * ROW, ROW, 4, at, STRIP * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0, nowhere, 0)
                     j += 6
                 while j + 2 <= keys:
-                    n2(a + j * ROW, ROW, 4, at, STRIP * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0)
+                    n2(a + j * ROW, ROW, 4, at, STRIP * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0, nowhere, 0)
                     j += 2
                 if j < keys:
-                    n1(a + j * ROW, ROW, 4, at, STRIP * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0)
+                    n1(a + j * ROW, ROW, 4, at, STRIP * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0, nowhere, 0)
                 d += STRIP
             else:
                 while keys - j >= 6 and keys - j != 8:
-                    g6(a + j * ROW, ROW, 4, at, wide * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0)
-                    j += 6
+                    near, row = nowhere, 0
+                    if d == 0:
+                        row = asked_row
+                        near = asked + min(n * lines // steps, lines - 1) * LINE + n % 2 * 2 * row
+                    g6(a + j * ROW, ROW, 4, at, wide * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0, near, row)
+                    j, n = j + 6, n + 1
                 while keys - j >= 4:
-                    g4(a + j * ROW, ROW, 4, at, wide * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0)
+                    g4(a + j * ROW, ROW, 4, at, wide * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0, nowhere, 0)
                     j += 4
                 if (keys - j) & 2:
-                    g2(a + j * ROW, ROW, 4, at, wide * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0)
+                    g2(a + j * ROW, ROW, 4, at, wide * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0, nowhere, 0)
                     j += 2
                 if (keys - j) & 1:
-                    g1(a + j * ROW, ROW, 4, at, wide * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0)
+                    g1(a + j * ROW, ROW, 4, at, wide * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0, nowhere, 0)
                 d += wide
 
     return outer
@@ -257,12 +264,13 @@ def build_operands(isa: Isa, micro: BackwardMicro, loops: Loops) -> Operands:
                 slopes(s + x * 4, dp + x * 4, at + LANES.m, at + LANES.low, at + LANES.delta, n)
         if load_i64(a, P.dropout):
             drop(a, w, seg, s, run[1], n, strips)
-        outer(s, tiles[3], sources[5], row_v * 4, n, row_v - LINE // 4)
-        outer(dp, tiles[2], sources[4], row * 4, n, row - LINE // 4)
+        leaf, slope = w + LANES.numbers + 8 * TABLE.leaf, w + LANES.numbers + 8 * TABLE.slope
+        outer(s, tiles[3], sources[5], row_v * 4, n, row_v - LINE // 4, load_i64(leaf, 0), load_i64(leaf, 1))
+        outer(dp, tiles[2], sources[4], row * 4, n, row - LINE // 4, load_i64(slope, 0), load_i64(slope, 1))
         k, k_row = standing(a, buffers, sources)[:2]
         add_dq(w, k, k_row, dp, n, sources[6], dim)
 
-    return Operands(lanes, True, areas, loops.pack, natural, lane_dot, turn_keys, products, fold, tile)
+    return Operands(lanes, True, int(lanes in FORESEEN), areas, loops.pack, natural, lane_dot, turn_keys, products, fold, tile)
 
 
 @kernel
@@ -278,7 +286,7 @@ def build_backward(isa: Isa, dtype: str) -> Any:
         operands.turn_keys,
     )
     statistics, settle_rows, write_sink = build_statistics(micro, operands)
-    keeps = operands.keeps
+    keeps, asks = operands.keeps, operands.asks
     fill, write_keys = loops.fill, build_write_keys(isa, micro)
     segment_of, set_lanes, next_run = loops.segment_of, loops.set_lanes, loops.next_run
     configure, release = pairs.configure, pairs.release
@@ -317,6 +325,7 @@ def build_backward(isa: Isa, dtype: str) -> Any:
                     fill(dq + number * dq_rows * ROW, dq_rows * BLOCK_ROWS, f32(0.0))
                 store_i64(w + LANES.numbers, TABLE.first, span[0])
                 store_i64(w + LANES.numbers, TABLE.end, span[1])
+                store_i64(w + LANES.numbers, TABLE.asks, asks)
                 ready = False
                 # With `exact` the rows' statistics come first: they are pass 0, their gradients pass 1.
                 for step in range(0 if exact else 1, 2):

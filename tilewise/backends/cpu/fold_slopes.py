@@ -20,9 +20,9 @@ from tilewise.backends.cpu import machine_code
 from tilewise.backends.cpu.fold import Tile
 from tilewise.backends.cpu.isa import LINE, STRIP
 from tilewise.backends.cpu.parameters import LANE as ROW
-from tilewise.backends.cpu.parameters import LANES
-from tilewise.backends.cpu.print_vector import KEY, LANE
-from tilewise.backends.cpu.stage import GROUP, ahead, along_keys, room
+from tilewise.backends.cpu.parameters import LANES, TABLE
+from tilewise.backends.cpu.print_vector import KEY, LANE, SIZES
+from tilewise.backends.cpu.stage import GROUP, ahead_here, along_keys, room, tell_ahead
 from tilewise.backends.cpu.words import F32, I32, I64
 from tilewise.spec.derivative import differentiate
 
@@ -137,7 +137,7 @@ class Site:
             with vectors:
                 offset = b.mul(first, stride)
                 if not self.stored:
-                    self._add_squares(offset, far=ahead(self.tile, column, self.addresses, 4))
+                    self._add_squares(offset, far=ahead_here(self.tile, column, self.addresses, 4))
                 elif w.lanes != GROUP:
                     self._add_squares(offset)
                 else:
@@ -272,10 +272,23 @@ def print_slopes(
                 w.store(b.select(dead, w.k(0.0), b.fmul(ds, printer.vector(derivative.s))), dp, place)
         for site in sites:
             site.flush(rows)
+        with b.if_then(b.icmp_signed("==", strip, I64(0))):
+            _tell_ahead(tile, sites, outer, keys, first)
     _tell(w, b.load(wrong), grads)
     if w.lanes == GROUP and any(site.stored for site in sites):
         w.call("llvm.x86.sse.sfence", ir.VoidType())
     b.ret_void()
+
+
+def _tell_ahead(tile: Tile, sites: list[Site], outer: VectorPrinter, keys: ir.Value, first: ir.Value) -> None:
+    """Where the next tile's numbers lie, of one leaf and of one gradient that is added to."""
+    shared = tile.key(outer, first)
+    for stage in tile.stages[:1]:
+        index = shared[stage.node.args[stage.dimension]]
+        tell_ahead(tile, TABLE.leaf, index, first, keys, stage.addresses, SIZES[stage.element])
+    for site in [site for site in sites if site.dimension is not None and not site.stored][:1]:
+        index = shared[site.node.args[site.dimension]]
+        tell_ahead(tile, TABLE.slope, index, first, keys, site.addresses, 4)
 
 
 def _tell(w: Words, products: ir.Value, grads: ir.Value) -> None:

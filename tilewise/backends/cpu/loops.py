@@ -230,6 +230,10 @@ def build_loops(isa: Isa, micro: Micro) -> Loops:
         store_i64(n, TABLE.columns, load_i64(seg, SEGMENT.columns))
         store_i64(n, TABLE.first, 0)
         store_i64(n, TABLE.end, 1 << 32)
+        store_i64(n, TABLE.asks, 0)
+        for place in (TABLE.leaf, TABLE.slope):
+            store_i64(n, place, w)
+            store_i64(n, place + 1, 0)
         if packed:
             return first // group, last // group
         return first, last

@@ -149,13 +149,22 @@ class Micro(LaneWords):
         return _emit(types.void(i64, i64, f32), body, "base, index, value")
 
     def _sum(
-        self, w: Words, sums: list, places: tuple, count: ir.Value, ahead: tuple[ir.Value, bool] | None
+        self,
+        w: Words,
+        sums: list,
+        places: tuple,
+        count: ir.Value,
+        ahead: tuple[ir.Value, bool] | None,
+        asked: tuple[ir.Value, ir.Value] | None = None,
     ) -> None:
         """The inner loop: sums[r][v] += A[r] B[v] over `count` steps, UNROLLED at a time where most time is spent.
 
-        ahead: so many bytes behind A lies what is met next, one row of memory for each row of A or for each step."""
+        ahead: so many bytes behind A lies what is met next, one row of memory for each row of A or for each step.
+        asked: (address, row bytes), of which half of the rows are asked for, two of each UNROLLED steps."""
         b, (a, bb, a_row, a_k, b_k) = w.b, places
-        at_a, at_b = (cgutils.alloca_once_value(b, x) for x in (a, bb))
+        at_a, at_b, at_asked = (
+            cgutils.alloca_once_value(b, x) for x in (a, bb, asked[0] if asked else I64(0))
+        )
         turns = [(count, 1)]
         if len(sums) >= self.isa.tall:
             turns = [(b.udiv(count, I64(UNROLLED)), UNROLLED), (b.urem(count, I64(UNROLLED)), 1)]
@@ -166,6 +175,11 @@ class Micro(LaneWords):
                     lines, far = (len(sums), a_row) if ahead[1] else (steps, a_k)
                     for n in range(lines):
                         w.prefetch(b.add(from_a, ahead[0]), b.mul(far, I64(n)))
+                if asked is not None and steps > 1:
+                    line = b.load(at_asked)
+                    for n in range(2):
+                        w.prefetch(line, b.mul(asked[1], I64(n)))
+                    b.store(b.add(line, b.mul(asked[1], I64(steps))), at_asked)
                 for k in range(steps):
                     here = b.add(from_b, b.mul(b_k, I64(k)))
                     columns = [w.load(here, v * self.vector_bytes) for v in range(len(sums[0]))]
@@ -210,9 +224,14 @@ class Micro(LaneWords):
             for row in sums:
                 for cell in row:
                     b.store(w.k(0.0), cell)
-            ahead, *part = more or (None,)
-            asked = (ahead, scores) if ahead is not None and self.lanes in FORESEEN else None
-            self._sum(w, sums, (a, bb, a_row, a_k, b_k), count, asked)
+            ahead, part, asked = None, (), None
+            if self.lanes in FORESEEN and finish == "added":
+                asked = more
+            elif self.lanes in FORESEEN:
+                ahead = (more[0], scores)
+            if finish == "scores":
+                part = more[1:]
+            self._sum(w, sums, (a, bb, a_row, a_k, b_k), count, ahead, asked)
             if part:
                 last = b.icmp_signed("<", part[0], I64(2))
                 with b.if_then(b.icmp_signed("!=", b.and_(part[0], I64(1)), I64(0))):
@@ -223,7 +242,7 @@ class Micro(LaneWords):
             finished(w, sums, (c, c_row, extra, last))
 
         arguments = "a, a_row, a_k, bb, b_k, count, c, c_row, extra"
-        arguments += {"scores": ", ahead, part", "scaled": ", ahead", "added": ""}[finish]
+        arguments += {"scores": ", ahead, part", "scaled": ", ahead", "added": ", asked, asked_row"}[finish]
         return _emit(_void(arguments.count(",") + 1), body, arguments)
 
     @functools.cached_property

@@ -140,5 +140,5 @@ def build_pair_operands(isa: Isa, micro: BackwardMicro, loops: Loops) -> Operand
         weighted(turned, dim, buffers[2], n, sources[6], STRIPS)
 
     return Operands(
-        lanes, False, areas, shared.pack, shared.natural, lane_dot, turn_keys, products, fold, tile
+        lanes, False, 0, areas, shared.pack, shared.natural, lane_dot, turn_keys, products, fold, tile
     )

@@ -50,16 +50,34 @@ def room(b: ir.IRBuilder, type_: ir.Type, count: int) -> ir.Value:
     return b.ptrtoint(cell, I64)
 
 
-def ahead(tile: Tile, column: ir.Value, addresses: ir.Value, size: int) -> ir.Value:
-    """How far behind the numbers of a key those lie that are met AHEAD keys later: where the rows' keys end before, in
-    the rows below, at their first key."""
+def ahead(tile: Tile, column: ir.Value, keys: ir.Value, addresses: ir.Value, size: int) -> ir.Value:
+    """How far behind the numbers of a column those lie that are met so many keys later: where the rows' keys end before,
+    in the rows below, at their first key."""
     b, w = tile.b, tile.w
     first, end = (w.load(tile.scratch, LANES.numbers + 8 * n, I64) for n in (TABLE.first, TABLE.end))
     one, two = (w.load(addresses, 8 * lane, I64) for lane in (0, 1))
     below = b.mul(b.sub(two, one), I64(BLOCK_ROWS))
     below = b.sub(below, b.mul(b.sub(end, first), I64(size)))
-    over = b.icmp_signed(">=", b.add(column, I64(AHEAD)), end)
-    return b.add(b.select(over, below, I64(0)), I64(AHEAD * size))
+    over = b.icmp_signed(">=", b.add(column, keys), end)
+    return b.add(b.select(over, below, I64(0)), b.mul(keys, I64(size)))
+
+
+def ahead_here(tile: Tile, column: ir.Value, addresses: ir.Value, size: int) -> ir.Value:
+    """`ahead` by AHEAD keys, for a request right here; 0 where products ask."""
+    asks = tile.w.load(tile.scratch, LANES.numbers + 8 * TABLE.asks, I64)
+    far = ahead(tile, column, I64(AHEAD), addresses, size)
+    return tile.b.select(tile.b.icmp_signed("!=", asks, I64(0)), I64(0), far)
+
+
+def tell_ahead(tile: Tile, place: int, index: ir.Value, column: ir.Value, keys: ir.Value, addresses: ir.Value,
+               size: int) -> None:  # fmt: skip
+    """Say where the numbers of the next tile lie, whose first column is so many keys after `column`, and those after
+    the last the rows' first; index: where `column` lies in the leaf."""
+    b, w = tile.b, tile.w
+    one, two = (w.load(addresses, 8 * lane, I64) for lane in (0, 1))
+    here = b.add(one, b.mul(b.sext(index, I64), I64(size)))
+    w.store(b.add(here, ahead(tile, column, keys, addresses, size)), tile.scratch, LANES.numbers + 8 * place)
+    w.store(b.sub(two, one), tile.scratch, LANES.numbers + 8 * (place + 1))
 
 
 class Stage:
@@ -97,7 +115,7 @@ class Stage:
         plain = b.and_(inside, b.icmp_signed("==", stride, I64(SIZES[self.element])))
         with b.if_else(plain) as (vectors, elements):
             with vectors:
-                self._turn(b.mul(first, stride), ahead(self.tile, column, self.addresses, SIZES[self.element]))
+                self._turn(b.mul(first, stride), ahead_here(self.tile, column, self.addresses, SIZES[self.element]))
             with elements:
                 self._gather(first, size, stride)
 
