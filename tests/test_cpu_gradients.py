@@ -36,6 +36,33 @@ def test_gradient_of_a_bias_that_heads_share(shape: tuple[int, ...], monkeypatch
         torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("shape", [(130, 1100), (1, 1, 130, 1100)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_of_a_bias_that_all_heads_meet_whole(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, poisoned_memory: None
+) -> None:
+    """The first head stores what the others add to: no number of new memory enters, over threads the bits are equal."""
+    from tilewise.backends.cpu import leaf_sums
+
+    monkeypatch.setattr(leaf_sums, "LARGEST_PARTS", 0)
+    torch.manual_seed(1)
+    tensors = [t.to(dtype) for t in (*draw(2, 3, 3, 130, 1100, 16, 16), torch.randn(shape))]
+    found = []
+    for wide, backend, threads in ((torch.float64, "naive", 2), (dtype, "cpu", 2), (dtype, "cpu", 1)):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        q, k, v, bias = (t.to(wide).requires_grad_() for t in tensors)
+        out = tw.attention(q, k, v, scores=tw.bias(bias), backend=backend)
+        weights = torch.linspace(-1, 1, out.numel()).view(out.shape).to(wide)
+        found.append([t.double() for t in torch.autograd.grad(out, (q, k, v, bias), weights)])
+        torch.set_num_threads(before)
+    want, got, alone = found
+    near = 2e-5 if dtype == torch.float32 else 2e-2
+    for true, one, two in zip(want, got, alone, strict=True):
+        torch.testing.assert_close(one, true, atol=near, rtol=near)
+        assert torch.equal(one, two)
+
+
 PAIR_LEAVES: dict[str, tuple] = {
     "by rows": (lambda s, i, j, t: s + t[i, j], (37, 83), {}),
     "by columns": (lambda s, i, j, t: s + t[j, i], (83, 37), {}),

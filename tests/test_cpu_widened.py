@@ -31,7 +31,8 @@ def widened_calls(dtype: torch.dtype) -> list[tuple[torch.Tensor, ...]]:
 def test_keys_widened_once_give_the_same_bits(
     dtype: torch.dtype, poisoned_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where enough blocks of rows meet them, k and v become float32 before the pass and not block by block."""
+    """Where enough blocks of rows meet them, k and v become float32 before the pass; few keys once per thread and head;
+    others block by block."""
     from tilewise import quick
     from tilewise.backends.cpu import launch
 
@@ -39,12 +40,13 @@ def test_keys_widened_once_give_the_same_bits(
     said, turner = [], launch.turner
     monkeypatch.setattr(launch, "turner", lambda *a: said.append(a) or turner(*a))
     results, counts = [], []
-    for least in (1, 1 << 30):
+    for least, own in ((1, launch.OWN), (1 << 30, launch.OWN), (1 << 30, 0)):
+        monkeypatch.setattr(launch, "OWN", own)
         monkeypatch.setattr(launch, "LEAST_READERS", dict.fromkeys((4, 8, 16), least))
         quick.ready.clear()
         results.append(widened_calls(dtype))
         counts.append(len(said))
     quick.ready.clear()
-    assert counts[0] >= 3 and counts[1] == counts[0]
-    for once, block_by_block in zip(*results, strict=True):
-        assert all(map(torch.equal, once, block_by_block))
+    assert counts[0] >= 3 and counts[2] == counts[1] == counts[0]
+    for once, kept, block_by_block in zip(*results, strict=True):
+        assert all(map(torch.equal, once, block_by_block)) and all(map(torch.equal, kept, block_by_block))

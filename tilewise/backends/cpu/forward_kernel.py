@@ -26,7 +26,7 @@ from tilewise.backends.cpu.micro import ROW, Micro, load_f32, load_i32, load_i64
 from tilewise.backends.cpu.page_rows import build_gather, build_sources
 from tilewise.backends.cpu.pair_forward import build_pair_attend
 from tilewise.backends.cpu.pairs import Pairs
-from tilewise.backends.cpu.parameters import LANES, SEGMENT, P
+from tilewise.backends.cpu.parameters import LANES, SEGMENT, TABLE, P
 from tilewise.backends.cpu.widen_kernel import widened_rows
 
 if TYPE_CHECKING:
@@ -139,9 +139,9 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
     weights_of_all = micro.weights(max(whole, 1))
 
     @njit(**JIT)
-    def absorb(a, w, seg, tiles, column, v, strips):
+    def absorb(a, w, seg, tiles, column, v, stands, strips):
         """One block into (m, l, acc): tiles = (score tile, acc, scratch for v, room for addresses, for weights),
-        column = (first key, keys, end of the keys); v as `sources` gives it."""
+        column = (first key, keys, end of the keys); v as `sources` gives it, or where it `stands` in float32."""
         s, acc, spare, listed, close = tiles
         j, keys, end = column
         # Weights of a strip lie close, so that all sets of the first-level cache hold them beside v; where products
@@ -160,7 +160,7 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
         if drops:
             drop(a, w, seg, s, j, keys, strips)
         dim_v, v_row = load_i64(a, P.head_dim_v), v[1]
-        copied = load_i64(a, P.copied) != 0 and load_i64(a, P.turned_v) == 0
+        copied = load_i64(a, P.copied) != 0 and not stands
         at, v_bytes = v[0] + j * v_row, dim_v * 4 + LINE
         if paged:
             gather(v, (j, end), keys, dim_v, spare, v_bytes, listed)
@@ -170,6 +170,20 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
             at, v_row = spare, v_bytes
         ahead = 0 if paged or copied else keys * v_row
         weighted(at, v_row, p, p_row, p_strip, keys, acc, w + LANES.alpha, dim_v, strips, ahead)
+
+    @njit(**JIT)
+    def hold(w, k, v, own, sizes, heads, seg, end):
+        """The thread's own copy of a head, in float32, up to key `end`."""
+        at, (dim, dim_v) = w + LANES.numbers, sizes
+        if load_i64(at, TABLE.held_segment) != seg or load_i64(at, TABLE.held_head) != heads:
+            store_i64(at, TABLE.held_segment, seg)
+            store_i64(at, TABLE.held_head, heads)
+            store_i64(at, TABLE.held, 0)
+        j = load_i64(at, TABLE.held)
+        if j < end:
+            widen(k[0] + j * k[1], k[1], end - j, dim, own[0] + j * own[1], own[1])
+            widen(v[0] + j * v[1], v[1], end - j, dim_v, own[2] + j * own[3], own[3])
+            store_i64(at, TABLE.held, end)
 
     @njit(**JIT)
     def attend(a, w, seg, rows, heads, keys, strips):
@@ -188,6 +202,10 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
         if ready:
             rows_k, row_k, rows_v, row_v = widened_rows(a, seg, heads)
             k, v = (rows_k, row_k) + k[2:], (rows_v, row_v) + v[2:]
+        # A copy begins at the segment's first key.
+        held = half and not paged and keys[0] == 0 and keys[1] <= load_i64(a, P.own)
+        own_k = close + block * ROW
+        own = (own_k, dim * 4, own_k + load_i64(a, P.own) * dim * 4, dim_v * 4 + LINE)
         used = strips * STRIP
         if strips * 2 > BLOCK_ROWS // STRIP:
             fill(acc, dim_v * BLOCK_ROWS, f32(0.0))
@@ -203,17 +221,22 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
                 at, row = k[0] + j * k[1], k[1]
                 if paged:
                     gather(k, (j, keys[1]), n, dim, spare, dim * 4, listed)
+                elif held:
+                    hold(w, k, v, own, (dim, dim_v), heads, seg, j + n)
+                    at, row = own[0] + j * own[1], own[1]
                 elif half and not ready:
                     widen(at, row, n, dim, spare, dim * 4)
-                if paged or (half and not ready):
+                if paged or (half and not ready and not held):
                     at, row = spare, dim * 4
                 fill(w + LANES.top, used, f32(-math.inf))
-                ahead = 0 if paged or (half and not ready) else n * row
+                ahead = 0 if paged or (half and not (ready or held)) else n * row
                 scores(at, row, qt, dim, s, w + LANES.top, n, strips, ahead)
                 fold = load_i64(a, P.fold_full) if kind == FULL else load_i64(a, P.fold_partial)
                 if fold:
                     call_fold(fold, spec, w, s, w + LANES.top, n, j, strips)
-                absorb(a, w, seg, (s, acc, spare, listed, close), (j, n, keys[1]), v, strips)
+                stands = ready or held
+                from_v = (own[2], own[3]) + v[2:] if held else v
+                absorb(a, w, seg, (s, acc, spare, listed, close), (j, n, keys[1]), from_v, stands, strips)
             j += n
 
     return attend
@@ -235,6 +258,7 @@ def build_forward(isa: Isa, dtype: str, paged: bool = False) -> Any:
             configure(0)
         w = load_i64(a, P.scratch) + take(a + P.thread * 8) * load_i64(a, P.scratch_bytes)
         group, packed, most = load_i64(a, P.group), load_i64(a, P.packed), load_i64(a, P.block_rows)
+        store_i64(w + LANES.numbers, TABLE.held_segment, 0)
         while True:
             task = take(a + P.task * 8)
             if task >= load_i64(a, P.num_tasks):

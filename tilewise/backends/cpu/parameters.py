@@ -33,14 +33,15 @@ P = _slots(
     "untouched fresh fresh_pages "
     "scale sink "
     "dropout threshold factor seed_low seed_high h_offset b_offset "
-    "classify fold_full fold_partial slopes_full slopes_partial spec count",
+    "classify fold_full fold_partial slopes_full slopes_partial spec own count",
 )
 """A call; first what differs from call to call, side by side. classify, fold_*, slopes_*: addresses of the spec's
 code, 0 where the spec has none. turned_v: v turned for products of pairs, or k and v in float32; 0 where each block is
 brought into shape when it is met. block_rows: rows of a task of the forward pass; dq_rows: rows of a block of dq.
 together: KV heads of a task of decode. arrived: splits that are done, by segment and head, all 0 between calls.
 untouched, fresh, fresh_pages: the next of so many huge pages that nobody has met, and where they begin. threads: of
-the call, by which tasks of decode are shared out. count: of the slots."""
+the call, by which tasks of decode are shared out. own: keys for which each thread's scratch has room, of one head in
+float32, kept over its blocks of rows; 0 for none. count: of the slots."""
 
 STRIDES = {P.q: P.q_b, P.k: P.k_b, P.v: P.v_b, P.out: P.out_b, P.lse: P.lse_b}
 """Where the strides of those begin that do not follow their address."""
@@ -74,8 +75,9 @@ LANES = _places(
 
 NUMBER = _slots("NUMBER", "b g h_first h_last q_offset k_offset")
 """int32 at LANES.numbers: what is one number for the whole block."""
-TABLE = _slots("TABLE", "a b c d e f g h address columns first end asks leaf leaf_row slope slope_row")
+TABLE = _slots("TABLE", "a b c d e f g h address columns first end asks leaf leaf_row slope slope_row held_segment held_head held")
 """int64 at LANES.numbers, after those: the segment's table of tile classes; the keys that the block of rows meets
 before the rows below it meet them (end is out of reach where other rows follow); whether products ask for the numbers
 of leaves that the next tile reads, and where code of the spec says that these lie, and those of their gradients:
-address of the first row's, bytes between rows."""
+address of the first row's, bytes between rows. held: so many first keys of a head of a segment stand in the thread's own
+copy."""
