@@ -34,14 +34,14 @@ def test_keys_widened_once_give_the_same_bits(
     """Where enough blocks of rows meet them, k and v become float32 before the pass; few keys once per thread and head;
     others block by block."""
     from tilewise import quick
-    from tilewise.backends.cpu import launch
+    from tilewise.backends.cpu import kept_keys, launch
 
     monkeypatch.setenv("TILEWISE_CPU_BF16", "wide")
     said, turner = [], launch.turner
     monkeypatch.setattr(launch, "turner", lambda *a: said.append(a) or turner(*a))
     results, counts = [], []
-    for least, own in ((1, launch.OWN), (1 << 30, launch.OWN), (1 << 30, 0)):
-        monkeypatch.setattr(launch, "OWN", own)
+    for least, own in ((1, kept_keys.OWN), (1 << 30, kept_keys.OWN), (1 << 30, 0)):
+        monkeypatch.setattr(kept_keys, "OWN", own)
         monkeypatch.setattr(launch, "LEAST_READERS", dict.fromkeys((4, 8, 16), least))
         quick.ready.clear()
         results.append(widened_calls(dtype))

@@ -70,13 +70,49 @@ def build_outer(isa: Isa, micro: Micro) -> Any:
             at, j, n = b + d * ROW, 0, 0
             if wide > STRIP and columns - d < wide:
                 while j + 6 <= keys:
-                    n6(a + j * ROW, ROW, 4, at, STRIP * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0, nowhere, 0)
+                    n6(
+                        a + j * ROW,
+                        ROW,
+                        4,
+                        at,
+                        STRIP * 4,
+                        BLOCK_ROWS,
+                        c + j * c_row + d * 4,
+                        c_row,
+                        0,
+                        nowhere,
+                        0,
+                    )
                     j += 6
                 while j + 2 <= keys:
-                    n2(a + j * ROW, ROW, 4, at, STRIP * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0, nowhere, 0)
+                    n2(
+                        a + j * ROW,
+                        ROW,
+                        4,
+                        at,
+                        STRIP * 4,
+                        BLOCK_ROWS,
+                        c + j * c_row + d * 4,
+                        c_row,
+                        0,
+                        nowhere,
+                        0,
+                    )
                     j += 2
                 if j < keys:
-                    n1(a + j * ROW, ROW, 4, at, STRIP * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0, nowhere, 0)
+                    n1(
+                        a + j * ROW,
+                        ROW,
+                        4,
+                        at,
+                        STRIP * 4,
+                        BLOCK_ROWS,
+                        c + j * c_row + d * 4,
+                        c_row,
+                        0,
+                        nowhere,
+                        0,
+                    )
                 d += STRIP
             else:
                 while keys - j >= 6 and keys - j != 8:
@@ -84,16 +120,64 @@ def build_outer(isa: Isa, micro: Micro) -> Any:
                     if d == 0:
                         row = asked_row
                         near = asked + min(n * lines // steps, lines - 1) * LINE + n % 2 * 2 * row
-                    g6(a + j * ROW, ROW, 4, at, wide * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0, near, row)
+                    g6(
+                        a + j * ROW,
+                        ROW,
+                        4,
+                        at,
+                        wide * 4,
+                        BLOCK_ROWS,
+                        c + j * c_row + d * 4,
+                        c_row,
+                        0,
+                        near,
+                        row,
+                    )
                     j, n = j + 6, n + 1
                 while keys - j >= 4:
-                    g4(a + j * ROW, ROW, 4, at, wide * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0, nowhere, 0)
+                    g4(
+                        a + j * ROW,
+                        ROW,
+                        4,
+                        at,
+                        wide * 4,
+                        BLOCK_ROWS,
+                        c + j * c_row + d * 4,
+                        c_row,
+                        0,
+                        nowhere,
+                        0,
+                    )
                     j += 4
                 if (keys - j) & 2:
-                    g2(a + j * ROW, ROW, 4, at, wide * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0, nowhere, 0)
+                    g2(
+                        a + j * ROW,
+                        ROW,
+                        4,
+                        at,
+                        wide * 4,
+                        BLOCK_ROWS,
+                        c + j * c_row + d * 4,
+                        c_row,
+                        0,
+                        nowhere,
+                        0,
+                    )
                     j += 2
                 if (keys - j) & 1:
-                    g1(a + j * ROW, ROW, 4, at, wide * 4, BLOCK_ROWS, c + j * c_row + d * 4, c_row, 0, nowhere, 0)
+                    g1(
+                        a + j * ROW,
+                        ROW,
+                        4,
+                        at,
+                        wide * 4,
+                        BLOCK_ROWS,
+                        c + j * c_row + d * 4,
+                        c_row,
+                        0,
+                        nowhere,
+                        0,
+                    )
                 d += wide
 
     return outer
@@ -270,7 +354,8 @@ def build_operands(isa: Isa, micro: BackwardMicro, loops: Loops) -> Operands:
         k, k_row = standing(a, buffers, sources)[:2]
         add_dq(w, k, k_row, dp, n, sources[6], dim)
 
-    return Operands(lanes, True, int(lanes in FORESEEN), areas, loops.pack, natural, lane_dot, turn_keys, products, fold, tile)
+    asks = int(lanes in FORESEEN)
+    return Operands(lanes, True, asks, areas, loops.pack, natural, lane_dot, turn_keys, products, fold, tile)
 
 
 @kernel

@@ -19,8 +19,9 @@ class Operands(NamedTuple):
 
     areas(a, w) -> addresses of (q and do transposed, q and do natural, out transposed, s, dp, two spare areas,
     dk and dv of the super-block), then the sizes of a row of dk and of dv, then room for s and dp of a super-block
-    where it `keeps` them between passes. asks: 1 if products ask for what slopes read of leaves. lane_dot(do, out, D_v, to): delta of all rows. turn_keys(a, k, row bytes,
-    v, row bytes, keys, areas) once per super-block. products, fold, tile: as their texts say.
+    where it `keeps` them between passes. asks: 1 if products ask for what slopes read of leaves. lane_dot(do, out,
+    D_v, to): delta of all rows. turn_keys(a, k, row bytes, v, row bytes, keys, areas) once per super-block. products,
+    fold, tile: as their texts say.
     """
 
     lanes: int

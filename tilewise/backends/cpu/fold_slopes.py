@@ -272,23 +272,28 @@ def print_slopes(
                 w.store(b.select(dead, w.k(0.0), b.fmul(ds, printer.vector(derivative.s))), dp, place)
         for site in sites:
             site.flush(rows)
-        with b.if_then(b.icmp_signed("==", strip, I64(0))):
-            _tell_ahead(tile, sites, outer, keys, first)
+        _tell_ahead(tile, sites, outer, (strip, keys, first))
     _tell(w, b.load(wrong), grads)
     if w.lanes == GROUP and any(site.stored for site in sites):
         w.call("llvm.x86.sse.sfence", ir.VoidType())
     b.ret_void()
 
 
-def _tell_ahead(tile: Tile, sites: list[Site], outer: VectorPrinter, keys: ir.Value, first: ir.Value) -> None:
-    """Where the next tile's numbers lie, of one leaf and of one gradient that is added to."""
+def _tell_ahead(
+    tile: Tile, sites: list[Site], outer: VectorPrinter, place: tuple[ir.Value, ir.Value, ir.Value]
+) -> None:
+    """After the first strip, where the next tile's numbers lie, of one leaf and of one gradient that is added to.
+    place = (strip, keys, first column)."""
+    strip, keys, first = place
     shared = tile.key(outer, first)
-    for stage in tile.stages[:1]:
-        index = shared[stage.node.args[stage.dimension]]
-        tell_ahead(tile, TABLE.leaf, index, first, keys, stage.addresses, SIZES[stage.element])
-    for site in [site for site in sites if site.dimension is not None and not site.stored][:1]:
-        index = shared[site.node.args[site.dimension]]
-        tell_ahead(tile, TABLE.slope, index, first, keys, site.addresses, 4)
+    added = [site for site in sites if site.dimension is not None and not site.stored]
+    with tile.b.if_then(tile.b.icmp_signed("==", strip, I64(0))):
+        for stage in tile.stages[:1]:
+            index = shared[stage.node.args[stage.dimension]]
+            tell_ahead(tile, TABLE.leaf, index, first, keys, stage.addresses, SIZES[stage.element])
+        for site in added[:1]:
+            index = shared[site.node.args[site.dimension]]  # type: ignore[index]
+            tell_ahead(tile, TABLE.slope, index, first, keys, site.addresses, 4)
 
 
 def _tell(w: Words, products: ir.Value, grads: ir.Value) -> None:

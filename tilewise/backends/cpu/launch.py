@@ -13,6 +13,7 @@ import torch
 
 from tilewise.backends.cpu import fold, machine_code, pair_launch, pool
 from tilewise.backends.cpu.isa import BLOCK_ROWS, LINE, STRIP, Isa, detect, uses_pairs
+from tilewise.backends.cpu.kept_keys import kept_keys
 from tilewise.backends.cpu.parameter_block import Block, readable, strides_kv, strides_of
 from tilewise.backends.cpu.parameters import DECODE_BLOCK, DECODE_BLOCKS, DECODE_LEAST, LANES, SEGMENT, P
 from tilewise.backends.cpu.pieces import Piece
@@ -68,9 +69,6 @@ LEAST_READERS = {16: 16}
 """Blocks of rows from which k and v are widened once, before the pass, and not by each, by lanes; 64 elsewhere. With
 AVX-512 float16 at N 4096 1.04 to 1.06 times the speed, at 1024 1.02 to 1.03, under a causal mask there 0.97 to 1.01, at
 512 0.95 to 0.99; bf16 with AVX2 1.02 at 4096, 0.95 to 0.99 at 1024 (measured on Zen 5)."""
-OWN = 1 << 19
-"""Most bytes of a head in float32 that a thread keeps for itself over the blocks of rows it takes: half of a second-level
-cache."""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -165,19 +163,8 @@ def scratch_bytes(problem: Problem) -> int:
     least = pair_launch.forward_scratch(problem, block) if pairs else 0
     tiles = (s.head_dim + s.head_dim_v + 2 * block) * BLOCK_ROWS
     wide = block * (max(s.head_dim, s.head_dim_v) + LINE // 4)
-    own = own_keys(problem) * (4 * (s.head_dim + s.head_dim_v) + LINE)
+    own = kept_keys(problem) * (4 * (s.head_dim + s.head_dim_v) + LINE)
     return max(least, LANES.tile + 4 * (tiles + wide) + 8 * block + 512 + own)
-
-
-def own_keys(problem: Problem) -> int:
-    """Keys of a head of which each thread keeps a copy in float32: of 2-byte types, few enough, where several blocks of
-    rows read them and no copy is made before the pass."""
-    s, name = problem.shape, NAMES.get(problem.dtype, "")
-    if problem.options.layout != "dense" or problem.options.pages or name not in ("bf16", "fp16"):
-        return 0
-    small = s.seqlen_k * (4 * (s.head_dim + s.head_dim_v) + LINE) <= OWN
-    several = s.seqlen_q * max(problem.group, 1) > BLOCK_ROWS
-    return s.seqlen_k if small and several and not uses_pairs(detect(), name) else 0
 
 
 @functools.lru_cache(maxsize=64)
@@ -289,7 +276,7 @@ def lay_out(
         rows = max((piece.rows for piece in found), default=0) * (problem.group if packed else 1)
         block.turned_bytes = turned_bytes(problem, bool(packed), groups, -(-rows // BLOCK_ROWS))
         block.turn_tasks = groups if block.turned_bytes else 0
-        block.set(P.own, 0 if block.turned_bytes else own_keys(problem))
+        block.set(P.own, 0 if block.turned_bytes else kept_keys(problem))
     return tasks, most
 
 

@@ -75,9 +75,12 @@ LANES = _places(
 
 NUMBER = _slots("NUMBER", "b g h_first h_last q_offset k_offset")
 """int32 at LANES.numbers: what is one number for the whole block."""
-TABLE = _slots("TABLE", "a b c d e f g h address columns first end asks leaf leaf_row slope slope_row held_segment held_head held")
+TABLE = _slots(
+    "TABLE",
+    "a b c d e f g h address columns first end asks leaf leaf_row slope slope_row held_segment held_head held",
+)
 """int64 at LANES.numbers, after those: the segment's table of tile classes; the keys that the block of rows meets
 before the rows below it meet them (end is out of reach where other rows follow); whether products ask for the numbers
 of leaves that the next tile reads, and where code of the spec says that these lie, and those of their gradients:
-address of the first row's, bytes between rows. held: so many first keys of a head of a segment stand in the thread's own
-copy."""
+address of the first row's, bytes between rows. held: so many first keys of a head of a segment stand in the thread's
+own copy."""

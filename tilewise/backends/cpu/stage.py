@@ -51,8 +51,8 @@ def room(b: ir.IRBuilder, type_: ir.Type, count: int) -> ir.Value:
 
 
 def ahead(tile: Tile, column: ir.Value, keys: ir.Value, addresses: ir.Value, size: int) -> ir.Value:
-    """How far behind the numbers of a column those lie that are met so many keys later: where the rows' keys end before,
-    in the rows below, at their first key."""
+    """How far behind the numbers of a column those lie that are met so many keys later: where the rows' keys end
+    before, in the rows below, at their first key."""
     b, w = tile.b, tile.w
     first, end = (w.load(tile.scratch, LANES.numbers + 8 * n, I64) for n in (TABLE.first, TABLE.end))
     one, two = (w.load(addresses, 8 * lane, I64) for lane in (0, 1))
@@ -115,7 +115,9 @@ class Stage:
         plain = b.and_(inside, b.icmp_signed("==", stride, I64(SIZES[self.element])))
         with b.if_else(plain) as (vectors, elements):
             with vectors:
-                self._turn(b.mul(first, stride), ahead_here(self.tile, column, self.addresses, SIZES[self.element]))
+                self._turn(
+                    b.mul(first, stride), ahead_here(self.tile, column, self.addresses, SIZES[self.element])
+                )
             with elements:
                 self._gather(first, size, stride)
 
