@@ -64,120 +64,38 @@ def build_outer(isa: Isa, micro: Micro) -> Any:
 
     @njit(**JIT)
     def outer(a, b, c, c_row, keys, columns, asked, asked_row):
-        lines, steps, nowhere = (keys * 4 + asked % LINE + LINE - 1) // LINE, max(keys // 6 - 1, 1), a
+        lines, steps, all_ = (keys * 4 + asked % LINE + LINE - 1) // LINE, max(keys // 6 - 1, 1), BLOCK_ROWS
         d = 0
         while d < columns:
-            at, j, n = b + d * ROW, 0, 0
+            at, j, n, to = b + d * ROW, 0, 0, c + d * 4
             if wide > STRIP and columns - d < wide:
+                row = STRIP * 4
                 while j + 6 <= keys:
-                    n6(
-                        a + j * ROW,
-                        ROW,
-                        4,
-                        at,
-                        STRIP * 4,
-                        BLOCK_ROWS,
-                        c + j * c_row + d * 4,
-                        c_row,
-                        0,
-                        nowhere,
-                        0,
-                    )
+                    n6(a + j * ROW, ROW, 4, at, row, all_, to + j * c_row, c_row, 0, a, 0)
                     j += 6
                 while j + 2 <= keys:
-                    n2(
-                        a + j * ROW,
-                        ROW,
-                        4,
-                        at,
-                        STRIP * 4,
-                        BLOCK_ROWS,
-                        c + j * c_row + d * 4,
-                        c_row,
-                        0,
-                        nowhere,
-                        0,
-                    )
+                    n2(a + j * ROW, ROW, 4, at, row, all_, to + j * c_row, c_row, 0, a, 0)
                     j += 2
                 if j < keys:
-                    n1(
-                        a + j * ROW,
-                        ROW,
-                        4,
-                        at,
-                        STRIP * 4,
-                        BLOCK_ROWS,
-                        c + j * c_row + d * 4,
-                        c_row,
-                        0,
-                        nowhere,
-                        0,
-                    )
+                    n1(a + j * ROW, ROW, 4, at, row, all_, to + j * c_row, c_row, 0, a, 0)
                 d += STRIP
             else:
+                row = wide * 4
                 while keys - j >= 6 and keys - j != 8:
-                    near, row = nowhere, 0
+                    near, step = a, 0
                     if d == 0:
-                        row = asked_row
-                        near = asked + min(n * lines // steps, lines - 1) * LINE + n % 2 * 2 * row
-                    g6(
-                        a + j * ROW,
-                        ROW,
-                        4,
-                        at,
-                        wide * 4,
-                        BLOCK_ROWS,
-                        c + j * c_row + d * 4,
-                        c_row,
-                        0,
-                        near,
-                        row,
-                    )
+                        near, step = asked + min(n * lines // steps, lines - 1) * LINE, asked_row
+                        near += n % 2 * 2 * step
+                    g6(a + j * ROW, ROW, 4, at, row, all_, to + j * c_row, c_row, 0, near, step)
                     j, n = j + 6, n + 1
                 while keys - j >= 4:
-                    g4(
-                        a + j * ROW,
-                        ROW,
-                        4,
-                        at,
-                        wide * 4,
-                        BLOCK_ROWS,
-                        c + j * c_row + d * 4,
-                        c_row,
-                        0,
-                        nowhere,
-                        0,
-                    )
+                    g4(a + j * ROW, ROW, 4, at, row, all_, to + j * c_row, c_row, 0, a, 0)
                     j += 4
                 if (keys - j) & 2:
-                    g2(
-                        a + j * ROW,
-                        ROW,
-                        4,
-                        at,
-                        wide * 4,
-                        BLOCK_ROWS,
-                        c + j * c_row + d * 4,
-                        c_row,
-                        0,
-                        nowhere,
-                        0,
-                    )
+                    g2(a + j * ROW, ROW, 4, at, row, all_, to + j * c_row, c_row, 0, a, 0)
                     j += 2
                 if (keys - j) & 1:
-                    g1(
-                        a + j * ROW,
-                        ROW,
-                        4,
-                        at,
-                        wide * 4,
-                        BLOCK_ROWS,
-                        c + j * c_row + d * 4,
-                        c_row,
-                        0,
-                        nowhere,
-                        0,
-                    )
+                    g1(a + j * ROW, ROW, 4, at, row, all_, to + j * c_row, c_row, 0, a, 0)
                 d += wide
 
     return outer
