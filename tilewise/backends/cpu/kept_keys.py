@@ -11,8 +11,8 @@ from tilewise.backends.cpu.isa import BLOCK_ROWS, LINE, detect
 if TYPE_CHECKING:
     from tilewise.problem import Problem
 
-OWN = 1 << 19
-"""Most bytes of such a copy: half of a second-level cache."""
+OWN = 5 << 17
+"""Most bytes of such a copy: 512 keys of a head size of 128 in a second-level cache of 1 MiB."""
 
 
 def kept_keys(problem: Problem) -> int:
