@@ -113,7 +113,10 @@ ROOMY = {
         ((128, 128), False, ((64, 4, 4, 216), (64, 4, -1, 208), (64, 4, -1, 200))),
         ((192, 192), True, ((32, 6, -1, 208), (32, 6, -1, 200))),
         ((192, 128), True, ((64, 4, -1, 208), (64, 4, -1, 200))),
-        ((256, 256), True, ((32, 4, -1, 216), (32, 4, -1, 208), (32, 4, -1, 232), (32, 4, -1, 200))),
+        (
+            (256, 256), True,
+            ((64, 2, -1, 216), (32, 4, -1, 216), (32, 4, -1, 208), (32, 4, -1, 232), (32, 4, -1, 200)),
+        ),
     )
 }
 """Where a kernel spills with the tiles of choice (`roomier`), in turn: fewer keys, and nothing kept that can be made
@@ -271,12 +274,23 @@ def abreast(problem: Problem, packed: bool) -> int:
     return groups if packed else groups * max(problem.group, 1)
 
 
+def crammed(problem: Problem) -> bool:
+    """Whether a tile of several heads has no registers for all that a spec asks: at head dimensions above 192 a
+    function of scores that read tensors, under a mask that is no line."""
+    s, spec = problem.shape, problem.spec
+    if max(s.head_dim, s.head_dim_v) <= 192 or not hard(spec) or spec.score is None:
+        return False
+    return mask_of(spec.keep).other is not None and bool(ex.loads(spec.score))
+
+
 def packing(problem: Problem, rows: int) -> int:
     """Query heads of one KV head that share a tile of rows, so that keys are loaded once for all of them; 1: none.
 
     It pays where a sequence has few rows; the copy engine takes groups of 2, 4 .. 64 heads.
     """
     group = problem.group
+    if crammed(problem):
+        return 1
     return group if group in (2, 4, 8, 16, 32, 64) and rows * group <= 512 and rows < 128 else 1
 
 
