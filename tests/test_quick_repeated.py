@@ -39,6 +39,15 @@ def test_a_kind_that_follows_itself_is_not_looked_up(monkeypatch):
     assert quick.ready.last is None
 
 
+def test_a_backend_keeps_what_it_likes_beside_its_call():
+    """A kernel's launcher was called in place of what a GPU backend had prepared: it has the attribute `direct`."""
+    from types import SimpleNamespace
+
+    run = SimpleNamespace(direct=None, again=None, launch=None, run=None)
+    found = quick.Ready(run, None, (None, None))
+    assert quick.Like(lambda *t: True, (None, None, None), (None,) * 8, found).run is run
+
+
 def like_the_last(q, k, v, **options):
     """Three calls of a kind, so that the next is compared with it."""
     for _ in range(3):

@@ -155,7 +155,7 @@ class Like:
     ) -> None:
         self.found = found
         run = None if found is None else found.run
-        self.run: Prepared = getattr(run, "direct", run)  # type: ignore[assignment]
+        self.run: Prepared = getattr(run, "without_gradients", run)  # type: ignore[assignment]
         self.differentiable = True
         self.matches = _matches(same, spec, options)
 

@@ -126,7 +126,7 @@ class Prepared(Protocol):
 
     It may also have `backward(tensors, saved, grads, needs)`: the gradients of such a call, None for those not needed,
     or None instead of all of them, where the backward goes the long way. tensors: q, k, v and extra; saved: out, lse;
-    grads: do, and dlse or None.
+    grads: do, and dlse or None. And `without_gradients`, called in its place where no tensor requires a gradient.
     """
 
     def __call__(

@@ -54,9 +54,11 @@ class _Prepared:
         self._problem, self._exact = problem, exact
         nothing = q.new_empty(0)  # the numbers are kept, the tensors are not
         self._inputs = replace(inputs, q=nothing, k=nothing, v=nothing, leaves=(), sink=None)
-        self.direct: Prepared = self._direct() if self._like_q and self._short is not None else self
+        self.without_gradients: Prepared = (
+            self._without_gradients() if self._like_q and self._short is not None else self
+        )
 
-    def _direct(self) -> Prepared:
+    def _without_gradients(self) -> Prepared:
         """`__call__` of a result that lies as q does, past what it looks up."""
         held = self._short, torch.empty_like, self
 
