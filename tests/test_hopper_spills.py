@@ -66,8 +66,10 @@ def test_many_things_at_once_keep_their_registers(script, pair, form, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ("dense", "heads", "sequences"))
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_every_kind_keeps_its_registers(script, pair, form):
-    for kind in script.kinds(script.FORMS[form]):
+def test_kinds_of_the_table_keep_their_registers(script, pair, form):
+    """Some of each; `benchmarks/hopper_kinds.py` compiles all, in about an hour."""
+    at = 7 * PAIRS.index(pair) + ("dense", "heads", "sequences").index(form)
+    for kind in list(script.kinds(script.FORMS[form]))[at % 19 :: 19]:
         _holds(script.compiled(pair, form, kind))
 
 
