@@ -14,7 +14,7 @@ Source of the shapes: 6 rows x 2 vectors fill the 16 registers of AVX2, 6 x 4 th
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import llvmlite.ir as ir
 from numba import types
@@ -23,9 +23,6 @@ from numba.core import cgutils
 from tilewise.backends.cpu.isa import BLOCK_ROWS, STRIP
 from tilewise.backends.cpu.lane_words import LaneWords, _emit, _void
 from tilewise.backends.cpu.words import F32, HALF, I16, I32, I64, LOG2E, Words
-
-if TYPE_CHECKING:
-    pass
 
 ROW = 4 * BLOCK_ROWS
 """Bytes of one row of a tile."""
