@@ -1,7 +1,7 @@
 """Tiles for kernels that spill with those of choice: what a compiled kernel says of its registers decides.
 
-Tiles are chosen by what a spec holds (`tiles.default`), and a user's tree can be made greater than any rule foresees. So
-a kernel that keeps numbers in memory for want of registers is compiled once more: with numbers made again, registers
+Tiles are chosen by what a spec holds (`tiles.default`), and a user's tree can be greater than any rule foresees. So a
+kernel that keeps numbers in memory for want of registers is compiled once more: with numbers made again, registers
 shared out otherwise, and fewer keys a block, whose scores leave half of theirs to the rest. It is a function of
 the kernel's binary alone: all processes find the same, and both kernels are kept in the cache.
 """
