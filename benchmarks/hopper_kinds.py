@@ -1,7 +1,8 @@
 """Kinds of call of the Hopper forward, compiled without a GPU: what registers do not hold, and products that wait.
 
-    python benchmarks/hopper_kinds.py --output FILE [--pairs 128x128,...] [--forms sequences,...] [--kinds softcap,...]
-                                      [--part 0/2]
+    python benchmarks/hopper_kinds.py --output FILE [--pairs 128x128,...] [--forms sequences,...] [--kinds softcap;...]
+                                      [--part 0/2] [--seconds S]
+    python benchmarks/hopper_kinds.py --keep FILE [FILE ...]
 
 A kind is what a spec holds; a form is how its tensors lie. Each is laid out as its call is, for an H200, and compiled
 with the tiles that the call would take: first those of choice, then roomier ones while a kernel spills. One line each:
@@ -9,16 +10,21 @@ with the tiles that the call would take: first those of choice, then roomier one
     spilled       bytes a thread of the kernels taken, as the assembler says
     tried         the same of each attempt
     serialised    its warnings that matrix products wait for one another
+    key           what the table of `tilewise.backends.hopper.wants` knows the kind by
+
+`--keep` writes into that table what such lines found with more than one attempt, so that calls make only one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,6 +115,9 @@ def kinds(form: Form) -> dict[str, tuple[Any, Any]]:
         found[f"{name}, all pairs"] = (None, terms[name])
         found[f"{name}, documents"] = (causal & document, terms[name])
         found[f"{name}, stripes"] = (causal & stripes, terms[name])
+    for name in ("softcap", "alibi", "bias"):
+        for under in ("documents in a window", "padding", "prefix", "window to both sides"):
+            found[f"{name}, {under}"] = (masks[under], terms[name])
     found["much at once"] = (causal & document & stripes, [both, bias])
     return found
 
@@ -121,6 +130,7 @@ class Found(NamedTuple):
     serialised: int
     shared: int
     tiles: tuple[Any, ...]
+    key: str = ""
 
     def line(self) -> dict[str, Any]:
         return {**self._asdict(), "tiles": [int(x) for x in self.tiles]}
@@ -212,6 +222,7 @@ def compiled(pair: tuple[int, int], form: str, kind: str) -> Found:
     from tilewise.backends.hopper.compile import compile_gluon
     from tilewise.backends.hopper.source import module_of
     from tilewise.backends.hopper.spills import spilled
+    from tilewise.backends.hopper.wants import key_of
 
     tried: list[list[tuple[int, int]]] = []
 
@@ -225,11 +236,35 @@ def compiled(pair: tuple[int, int], form: str, kind: str) -> Found:
         return made
 
     with without_a_gpu(launchers) as launch:
-        recipe = launch.make_recipe(*laid_out(pair, FORMS[form], *kinds(FORMS[form])[kind]))
+        problem, inputs = laid_out(pair, FORMS[form], *kinds(FORMS[form])[kind])
+        recipe = launch.make_recipe(problem, inputs)
+        spec = launch.with_literals(problem.spec, launch.divisors(problem, inputs))
     said = [assembled(run.compiled) for run in (recipe.run, recipe.again) if run is not None]
     each = tuple(sum(spill for spill, _ in attempt) for attempt in tried)
     shared = max(r.compiled.metadata.shared for r in (recipe.run, recipe.again) if r is not None)
-    return Found(sum(s for s, _ in said), each, sum(n for _, n in said), shared, tuple(recipe.tiles))
+    key = key_of(spec, pair, problem.options.layout == "varlen", recipe.pack > 1)
+    return Found(sum(s for s, _ in said), each, sum(n for _, n in said), shared, tuple(recipe.tiles), key)
+
+
+def keep(files: list[Path]) -> None:
+    """Write what more than one attempt found into the table; of two findings of a key the one tried later."""
+    from tilewise import tuning
+    from tilewise.backends.hopper.wants import TABLE
+
+    path = tuning.table_path(TABLE)
+    table = json.loads(path.read_text(encoding="utf-8"))
+    choices, tries = table["choices"]["hopper.forward"], {}
+    for line in (
+        json.loads(text) for file in files for text in file.read_text(encoding="utf-8").splitlines()
+    ):
+        key, count = line.get("key", ""), len(line.get("tried", ()))
+        if count > max(1, tries.get(key, 0)):
+            choices[key], tries[key] = line["tiles"], count
+    lines = ",\n".join(f"      {json.dumps(key)}: {json.dumps(choices[key])}" for key in sorted(choices))
+    head = json.dumps({name: value for name, value in table.items() if name != "choices"}, indent=2)[:-2]
+    text = f'{head},\n  "choices": {{\n    "hopper.forward": {{\n{lines}\n    }}\n  }}\n}}\n'
+    path.write_text(text, encoding="utf-8")
+    print(f"{len(tries)} kinds settled; {len(choices)} in the table")
 
 
 def main() -> None:
@@ -241,8 +276,16 @@ def main() -> None:
     for name in ("pairs", "forms", "kinds"):
         parser.add_argument(f"--{name}", default="", help="those named, comma separated; all by default")
     parser.add_argument("--part", default="0/1", help="n/m: every m-th, the n-th first")
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no more after so long")
+    parser.add_argument("--keep", type=Path, nargs="+", help="write the table from these lines")
+    parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
+    if asked.keep:
+        keep(asked.keep)
+        return
+    if asked.output is None:
+        parser.error("--output or --keep")
+    begin = time.monotonic()
     part, parts = map(int, asked.part.split("/"))
     everything = [
         (pair, form, kind)
@@ -255,6 +298,8 @@ def main() -> None:
     ]
     with asked.output.open("a", encoding="utf-8") as file:
         for pair, form, kind in everything[part::parts]:
+            if time.monotonic() - begin > asked.seconds:
+                break
             found = compiled(pair, form, kind)
             line = {"head_dims": pair, "form": form, "kind": kind, **found.line()}
             print(json.dumps(line), file=file, flush=True)

@@ -4,6 +4,7 @@ says of its spills is what the assembler says, and a kernel that spills gives wa
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +17,12 @@ import tilewise as tw
 triton = pytest.importorskip("triton", reason="needs Triton")
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="needs Gluon")
 
-from tilewise.backends.hopper import roomier  # noqa: E402
+from tilewise import tuning  # noqa: E402
+from tilewise.backends.hopper import roomier, wants  # noqa: E402
 from tilewise.backends.hopper.backend import Hopper  # noqa: E402
 from tilewise.backends.hopper.launch_forward import schedule  # noqa: E402
 from tilewise.backends.hopper.spills import spilled  # noqa: E402
-from tilewise.backends.hopper.tiles import PAIRS, ROOMY, SHARED, default, shared_bytes  # noqa: E402
+from tilewise.backends.hopper.tiles import PAIRS, ROOMY, SHARED, default, of_numbers, shared_bytes  # noqa: E402
 from tilewise.backends.triton.machine import Machine  # noqa: E402
 from tilewise.problem import Options, Problem, Shape  # noqa: E402
 
@@ -53,8 +55,21 @@ def script():
     return module
 
 
+@pytest.fixture
+def without_table(monkeypatch):
+    """Tiles by rule, as of a kind that the table lacks."""
+    from tilewise.backends.hopper import tiles
+
+    monkeypatch.setattr(tiles, "known", lambda *of: None)
+    schedule.cache_clear()
+    yield
+    schedule.cache_clear()
+
+
 def _holds(found) -> None:
+    """Nothing spilled, at the first attempt."""
     assert found.spilled == found.serialised == 0
+    assert len(found.tried) == 1
     assert found.shared <= SHARED
 
 
@@ -73,13 +88,13 @@ def test_kinds_of_the_table_keep_their_registers(script, pair, form):
         _holds(script.compiled(pair, form, kind))
 
 
-def test_few_bytes_cost_no_keys_of_a_block(script):
+def test_few_bytes_cost_no_keys_of_a_block(script, without_table):
     found = script.compiled((256, 256), "dense", "softcap, stripes")
     assert found.tried[0] > found.spilled == 0
     assert found.tiles[:3] == default((256, 256), _problem().spec)[:3]
 
 
-def test_a_binary_says_what_it_spills(script, monkeypatch):
+def test_a_binary_says_what_it_spills(script, monkeypatch, without_table):
     """The first tiles of a kind that is known to spill, and roomier ones."""
     found = script.compiled((128, 128), "heads", "much at once")
     assert found.tried[0] > 0 == found.tried[-1] == found.spilled
@@ -102,10 +117,10 @@ def _recipe(tiles, spills, again=None):
     )
 
 
-def _problem(mask=None) -> Problem:
+def _problem(mask=None, scores=()) -> Problem:
     from hopper_compile import spec_of
 
-    spec, _ = spec_of(mask)
+    spec, _ = spec_of(mask, scores)
     return Problem(spec, Options(), Shape(4, 16, 16, 4096, 4096, 128, 128), torch.bfloat16, "cuda")
 
 
@@ -136,6 +151,61 @@ def test_the_first_tiles_without_spills_are_taken_or_those_with_fewest(
     assert found.tiles == (first, *others)[chosen]
     assert asked == [None, *others][:tries]
     assert roomier.settled(problem) == (None if chosen == 0 else found.tiles)
+
+
+def test_tiles_of_the_table_are_those_found_without_it(script, without_table):
+    found = script.compiled((128, 128), "heads", "softcap, alibi")
+    assert len(found.tried) > 1
+    assert tuning.lookup(wants.TABLE, "hopper.forward", found.key) == tuple(map(int, found.tiles))
+
+
+def test_the_table_holds_tiles_that_fit():
+    choices = tuning.choices(wants.TABLE)["hopper.forward"]
+    assert len(choices) > 100
+    for key, numbers in choices.items():
+        pair, tiles = tuple(map(int, key.partition(" ")[0].split("x"))), of_numbers(numbers)
+        assert shared_bytes(tiles, pair) <= SHARED
+        assert tiles in ROOMY[pair] or tiles.fresh
+
+
+def test_findings_are_kept_in_the_table(script, tmp_path, monkeypatch):
+    """Of two findings of a key the later attempt; kinds that took one attempt are not written."""
+    path = tmp_path / "table.json"
+    path.write_text('{"device": "any", "choices": {"hopper.forward": {"old": [1, 2], "b": [3, 4]}}}')
+    monkeypatch.setattr(tuning, "table_path", lambda name: path)
+    lines = [
+        ("a", [9, 0], [5, 6]),
+        ("a", [9, 9, 0], [7, 8]),
+        ("a", [9, 0], [5, 6]),
+        ("c", [0], [1, 1]),
+        ("b", [4, 0], [9, 9]),
+    ]
+    found = tmp_path / "found.jsonl"
+    found.write_text("".join(json.dumps({"key": k, "tried": t, "tiles": x}) + "\n" for k, t, x in lines))
+    script.keep([found])
+    table = json.loads(path.read_text())
+    assert table == {
+        "device": "any",
+        "choices": {"hopper.forward": {"a": [7, 8], "b": [9, 9], "old": [1, 2]}},
+    }
+
+
+@pytest.mark.parametrize("other", ("form", "pair", "mask", "score"))
+def test_kinds_that_differ_have_other_keys(other):
+    def key(mask, score=(), pair=(128, 128), varlen=False, packed=False):
+        return wants.key_of(_problem(mask, score).spec, pair, varlen, packed)
+
+    causal = tw.causal()
+    plain = key(causal)
+    others = {
+        "form": [key(causal, varlen=True), key(causal, packed=True), key(causal, varlen=True, packed=True)],
+        "pair": [key(causal, pair=(64, 64)), key(causal, pair=(192, 128))],
+        "mask": [key(None), key(causal & tw.window(500, 0)), key(causal & tw.custom(lambda q, k: (q - k) % 7 < 3))],
+        "score": [key(causal, tw.softcap(30.0)), key(causal, tw.alibi(torch.ones(16)))],
+    }[other]  # fmt: skip
+    assert len({plain, *others}) == 1 + len(others)
+    assert key(causal & tw.window(500, 0)) == key(causal & tw.window(400, 0))
+    assert key(causal, tw.softcap(30.0)) == key(causal, tw.softcap(50.0))
 
 
 def test_a_call_without_a_recipe_has_none():

@@ -229,9 +229,9 @@ def schedule(problem: Problem, machine: Any, margin: int = 0, tiles: Tiles | Non
     s, varlen = problem.shape, problem.options.layout == "varlen"
     pair = choice.pair_of(s.head_dim, s.head_dim_v)
     assert pair is not None
-    tiles = tiles or choice.choose(problem, pair, machine)
     rows = s.seqlen_q if not varlen else -(-s.seqlen_q // max(s.batch, 1))
     pack = choice.packing(problem, rows)
+    tiles = tiles or choice.choose(problem, pair, machine, pack > 1)
     heads = s.num_heads_kv if pack > 1 else s.num_heads_q
     row_tiles = _slots(problem, tiles.rows, pack)
     programs = (1 if varlen else s.batch) * heads * row_tiles

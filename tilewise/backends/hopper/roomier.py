@@ -1,9 +1,9 @@
 """Tiles for kernels that spill with those of choice: what a compiled kernel says of its registers decides.
 
-Tiles are chosen by what a spec holds (`tiles.default`), and a user's tree can be greater than any rule foresees. So a
-kernel that keeps numbers in memory for want of registers is compiled once more: with numbers made again, registers
-shared out otherwise, and fewer keys a block, whose scores leave half of theirs to the rest. It is a function of
-the kernel's binary alone: all processes find the same, and both kernels are kept in the cache.
+Tiles are chosen by what a spec holds (`tiles.choose`), and a user's tree can be greater than any rule or table
+foresees. So a kernel that keeps numbers in memory for want of registers is compiled once more: with numbers made
+again, registers shared out otherwise, and fewer keys a block, whose scores leave half of theirs to the rest. It is a
+function of the kernel's binary alone: all processes find the same, and both kernels are kept in the cache.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ _MOST = 4096
 
 def instead(pair: tuple[int, int], tiles: Tiles, least: int) -> tuple[Tiles, ...]:
     """What to try in place of tiles with which a kernel spills at least so many bytes, in turn."""
-    same = (tiles._replace(fresh=True),) if least <= FEW else ()
-    return tuple(other for other in (*same, *ROOMY[pair]) if other != tiles)
+    same, ladder = (tiles._replace(fresh=True),) if least <= FEW else (), ROOMY[pair]
+    above = ladder.index(tiles) + 1 if tiles in ladder else 0
+    return tuple(other for other in (*same, *ladder[above:], *ladder[:above]) if other != tiles)
 
 
 def least_spilled(make: Callable[[Tiles | None], Recipe | None], problem: Problem) -> Recipe | None:

@@ -1,7 +1,7 @@
 """Tiles of the Hopper forward: what fits the registers and shared memory of a multiprocessor by head dimension.
 
 A choice depends on head dimensions, the spec, the shape and the machine, never on a run. A table of measured choices
-is asked first (`tilewise.tuning`, kernel "hopper.forward").
+is asked first (`tilewise.tuning`, kernel "hopper.forward"), then one of what kinds do not spill with (`wants`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from tilewise import tuning
 from tilewise.backends.hopper.algebra import Mask, along_row, mask_of, score_of
 from tilewise.backends.hopper.print_fold import stripes_of
+from tilewise.backends.hopper.wants import known
 from tilewise.spec import expression as ex
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tilewise.backends.triton.machine import Machine
     from tilewise.problem import Problem
     from tilewise.spec.attention import AttentionSpec
@@ -221,12 +224,18 @@ def table_key(problem: Problem, pair: tuple[int, int]) -> str:
     return f"d{pair[0]}-{pair[1]}-{masked}{terms}"
 
 
-def choose(problem: Problem, pair: tuple[int, int], machine: Machine) -> Tiles:
-    """The tiles of a call."""
+def choose(problem: Problem, pair: tuple[int, int], machine: Machine, packed: bool = False) -> Tiles:
+    """The tiles of a call: measured ones, those its kind is known not to spill with, or those by rule. packed: rows of
+    a tile are those of several heads."""
+    varlen = problem.options.layout == "varlen"
     measured = tuning.lookup(machine.name, "hopper.forward", table_key(problem, pair))
-    if not measured:
-        return default(pair, problem.spec, problem.options.layout == "varlen")
-    warpgroups, block_n, stages, order, lazy, shared_out, worker, loader, limit, *more = measured
+    numbers = measured or known(problem.spec, pair, varlen, packed)
+    return of_numbers(numbers) if numbers else default(pair, problem.spec, varlen)
+
+
+def of_numbers(numbers: Sequence[int]) -> Tiles:
+    """Tiles as tables hold them."""
+    warpgroups, block_n, stages, order, lazy, shared_out, worker, loader, limit, *more = numbers
     held, apart, fresh = (*more, 0, 0, 0)[:3]
     flags = bool(lazy), bool(shared_out)
     return Tiles(
