@@ -2,8 +2,9 @@
 
 Each is the first of its kind in this process, with empty caches: from the call to the end of its kernel. The first line
 of a process holds the import of Triton and its digest of itself, too; the others are "a first call of a new kind".
-kind: c, f, s (causal, full, causal with a softcap) and a head dimension, as c128. Where there is no GPU, Hopper's
-kernels are compiled alone, in a process that has compiled one (tests/hopper_compile.py), `--again N` times each.
+kind: c, f, s (causal, full, causal with a softcap) and a head dimension, as c128, or one of `hopper_kinds.py` as
+"128x128/heads/softcap, alibi" (head dimensions, form, kind). Where there is no GPU, Hopper's kernels are compiled
+alone, in a process that has compiled one (tests/hopper_compile.py), `--again N` times each.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -48,6 +50,28 @@ def called(kind: str) -> dict[str, Any]:
         *(t.double() for t in (q, k, v)), mask=mask, scores=scores, backend="naive", allow_quadratic=True
     )
     return {"seconds": round(seconds, 3), "error": float((out.double() - expected).abs().max())}
+
+
+def of_the_table(kind: str) -> dict[str, Any]:
+    """The first call of a kind of `hopper_kinds.py`, of zeros; kernels: how many were compiled."""
+    from benchmarks import hopper_kinds
+    from tilewise.backends.hopper import compile as compiling
+
+    sizes, form, name = kind.split("/")
+    pair, lies, made = tuple(map(int, sizes.split("x"))), hopper_kinds.FORMS[form], compiling.compile_gluon
+    count = []
+
+    def counting(*args: Any) -> Any:
+        count.append(args)
+        return made(*args)
+
+    with torch.device("cuda"), mock.patch.object(compiling, "compile_gluon", counting):
+        mask, scores = hopper_kinds.kinds(lies)[name]
+        torch.cuda.synchronize()
+        before = time.perf_counter()
+        hopper_kinds.call(pair, lies, mask, scores)
+        torch.cuda.synchronize()
+        return {"seconds": round(time.perf_counter() - before, 3), "kernels": len(count)}
 
 
 def compiled(kind: str) -> dict[str, Any]:
@@ -92,7 +116,8 @@ def main() -> None:
             for place, kind in enumerate(chosen.kinds):
                 cold = gpu and not (number or place)
                 about = {"kind": kind, "on": name, "process": "its first call" if cold else "has Triton"}
-                print(json.dumps(about | measure(kind)), flush=True)
+                found = of_the_table(kind) if "/" in kind else measure(kind)
+                print(json.dumps(about | found), flush=True)
 
 
 if __name__ == "__main__":

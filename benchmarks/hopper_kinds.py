@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -140,6 +140,29 @@ class Caught(Exception):
     """A call has reached its backend."""
 
 
+def call(pair: tuple[int, int], form: Form, mask: Any, scores: Any) -> None:
+    """A call of a kind, of tensors of the device that torch makes them on."""
+
+    def draw(heads: int, length: int, width: int) -> torch.Tensor:
+        shape = (length, heads, width) if form.lengths else (form.batch, heads, length, width)
+        return torch.zeros(shape, dtype=form.dtype)
+
+    (d, d_v), options = pair, {"mask": mask, "scores": scores, "backend": "hopper"}
+    tensors = (
+        draw(form.heads, form.rows, d),
+        draw(form.heads_kv, form.keys, d),
+        draw(form.heads_kv, form.keys, d_v),
+    )
+    if form.sink:
+        options["sink"] = torch.zeros(form.heads)
+    with torch.no_grad():
+        if form.lengths:
+            starts = torch.arange(form.lengths + 1, dtype=torch.int32) * (form.rows // form.lengths)
+            tw.attention_varlen(*tensors, starts, starts, **options)
+        else:
+            (tw.attention_partial if form.partial else tw.attention)(*tensors, **options)
+
+
 def laid_out(pair: tuple[int, int], form: Form, mask: Any, scores: Any) -> tuple[Any, Any]:
     """(problem, inputs) that the backend would be handed."""
     from tilewise.backends.hopper.backend import Hopper
@@ -150,34 +173,9 @@ def laid_out(pair: tuple[int, int], form: Form, mask: Any, scores: Any) -> tuple
         seen.extend((problem, inputs))
         raise Caught
 
-    def draw(heads: int, length: int, width: int) -> torch.Tensor:
-        shape = (length, heads, width) if form.lengths else (form.batch, heads, length, width)
-        return torch.empty(shape, dtype=form.dtype)
-
-    (d, d_v), options = pair, {"mask": mask, "scores": scores, "backend": "hopper"}
-    tensors = (
-        draw(form.heads, form.rows, d),
-        draw(form.heads_kv, form.keys, d),
-        draw(form.heads_kv, form.keys, d_v),
-    )
-    if form.sink:
-        options["sink"] = torch.zeros(form.heads)
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        for name, value in (
-            ("forward", forward),
-            ("supports", lambda s, p: []),
-            ("prepare", lambda *a: None),
-        ):
-            stack.enter_context(mock.patch.object(Hopper, name, value))
-        try:
-            if form.lengths:
-                starts = torch.arange(form.lengths + 1, dtype=torch.int32) * (form.rows // form.lengths)
-                tw.attention_varlen(*tensors, starts, starts, **options)
-            else:
-                (tw.attention_partial if form.partial else tw.attention)(*tensors, **options)
-        except Caught:
-            pass
+    instead = {"forward": forward, "supports": lambda s, p: [], "prepare": lambda *a: None}
+    with mock.patch.multiple(Hopper, **instead), suppress(Caught):
+        call(pair, form, mask, scores)
     return seen[0], seen[1]
 
 
@@ -222,6 +220,7 @@ def compiled(pair: tuple[int, int], form: str, kind: str) -> Found:
     from tilewise.backends.hopper.compile import compile_gluon
     from tilewise.backends.hopper.source import module_of
     from tilewise.backends.hopper.spills import spilled
+    from tilewise.backends.hopper.tiles import form_of
     from tilewise.backends.hopper.wants import key_of
 
     tried: list[list[tuple[int, int]]] = []
@@ -242,7 +241,7 @@ def compiled(pair: tuple[int, int], form: str, kind: str) -> Found:
     said = [assembled(run.compiled) for run in (recipe.run, recipe.again) if run is not None]
     each = tuple(sum(spill for spill, _ in attempt) for attempt in tried)
     shared = max(r.compiled.metadata.shared for r in (recipe.run, recipe.again) if r is not None)
-    key = key_of(spec, pair, problem.options.layout == "varlen", recipe.pack > 1)
+    key = key_of(spec, pair, form_of(problem, recipe.pack > 1, recipe.splits > 1))
     return Found(sum(s for s, _ in said), each, sum(n for _, n in said), shared, tuple(recipe.tiles), key)
 
 

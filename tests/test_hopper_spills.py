@@ -192,13 +192,14 @@ def test_findings_are_kept_in_the_table(script, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("other", ("form", "pair", "mask", "score"))
 def test_kinds_that_differ_have_other_keys(other):
-    def key(mask, score=(), pair=(128, 128), varlen=False, packed=False):
-        return wants.key_of(_problem(mask, score).spec, pair, varlen, packed)
+    def key(mask, score=(), pair=(128, 128), **form):
+        return wants.key_of(_problem(mask, score).spec, pair, wants.Form(**form))
 
     causal = tw.causal()
     plain = key(causal)
     others = {
-        "form": [key(causal, varlen=True), key(causal, packed=True), key(causal, varlen=True, packed=True)],
+        "form": [key(causal, varlen=True), key(causal, heads=True), key(causal, varlen=True, heads=True)]
+        + [key(causal, parts=True), key(causal, half=True)],
         "pair": [key(causal, pair=(64, 64)), key(causal, pair=(192, 128))],
         "mask": [key(None), key(causal & tw.window(500, 0)), key(causal & tw.custom(lambda q, k: (q - k) % 7 < 3))],
         "score": [key(causal, tw.softcap(30.0)), key(causal, tw.alibi(torch.ones(16)))],

@@ -64,6 +64,7 @@ class Hopper:
 
     def plan(self, problem: Problem) -> Schedule:
         from tilewise.backends.hopper import launch_forward, roomier, wants
+        from tilewise.backends.hopper.tiles import form_of
         from tilewise.backends.triton.machine import INTERPRETED, machine_of
 
         machine = machine_of(torch.cuda.current_device()) if torch.cuda.is_available() else INTERPRETED
@@ -75,9 +76,8 @@ class Hopper:
         notes = (
             f"{plan.tiles.warpgroups} warpgroups of 64 rows and a producer; tiles are drawn, the last rows first",
         )
-        if settled is not None or wants.known(
-            problem.spec, plan.pair, problem.options.layout == "varlen", plan.pack > 1
-        ):
+        form = form_of(problem, plan.pack > 1, plan.splits > 1)
+        if settled is not None or wants.known(problem.spec, plan.pair, form):
             notes += ("with the tiles of its head dimensions its kernel would spill; it has roomier ones",)
         if plan.pack > 1:
             notes += (f"rows of a tile are those of {plan.pack} heads",)

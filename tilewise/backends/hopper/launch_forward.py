@@ -231,12 +231,18 @@ def schedule(problem: Problem, machine: Any, margin: int = 0, tiles: Tiles | Non
     assert pair is not None
     rows = s.seqlen_q if not varlen else -(-s.seqlen_q // max(s.batch, 1))
     pack = choice.packing(problem, rows)
-    tiles = tiles or choice.choose(problem, pair, machine, pack > 1)
-    heads = s.num_heads_kv if pack > 1 else s.num_heads_q
-    row_tiles = _slots(problem, tiles.rows, pack)
-    programs = (1 if varlen else s.batch) * heads * row_tiles
+    programs = (1 if varlen else s.batch) * (s.num_heads_kv if pack > 1 else s.num_heads_q)
     keys = s.seqlen_k if not varlen else -(-s.seqlen_k // max(s.batch, 1))
-    splits = choice.splits(problem, programs, keys, machine.sms - margin)
+
+    def divided(tiles: Tiles) -> tuple[int, int]:
+        row_tiles = _slots(problem, tiles.rows, pack)
+        return row_tiles, choice.splits(problem, programs * row_tiles, keys, machine.sms - margin)
+
+    if tiles is None:
+        tiles = choice.choose(problem, pair, machine, pack > 1)
+        if divided(tiles)[1] > 1:
+            tiles = choice.choose(problem, pair, machine, pack > 1, True)
+    row_tiles, splits = divided(tiles)
     return Schedule(tiles, pair, pack, row_tiles, splits)
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from tilewise import tuning
 from tilewise.backends.hopper.algebra import Mask, along_row, mask_of, score_of
 from tilewise.backends.hopper.print_fold import stripes_of
-from tilewise.backends.hopper.wants import known
+from tilewise.backends.hopper.wants import Form, known
 from tilewise.spec import expression as ex
 
 if TYPE_CHECKING:
@@ -231,13 +233,20 @@ def table_key(problem: Problem, pair: tuple[int, int]) -> str:
     return f"d{pair[0]}-{pair[1]}-{masked}{terms}"
 
 
-def choose(problem: Problem, pair: tuple[int, int], machine: Machine, packed: bool = False) -> Tiles:
+def choose(
+    problem: Problem, pair: tuple[int, int], machine: Machine, packed: bool = False, split: bool = False
+) -> Tiles:
     """The tiles of a call: measured ones, those its kind is known not to spill with, or those by rule. packed: rows of
-    a tile are those of several heads."""
-    varlen = problem.options.layout == "varlen"
+    a tile are those of several heads; split: keys are divided."""
     measured = tuning.lookup(machine.name, "hopper.forward", table_key(problem, pair))
-    numbers = measured or known(problem.spec, pair, varlen, packed)
-    return of_numbers(numbers) if numbers else default(pair, problem.spec, varlen)
+    numbers = measured or known(problem.spec, pair, form_of(problem, packed, split))
+    return of_numbers(numbers) if numbers else default(pair, problem.spec, problem.options.layout == "varlen")
+
+
+def form_of(problem: Problem, packed: bool, split: bool) -> Form:
+    """How a call's tensors lie, as far as its kernel differs."""
+    parts = split or problem.out_dtype != problem.dtype
+    return Form(problem.options.layout == "varlen", packed, parts, problem.dtype == torch.float16)
 
 
 def of_numbers(numbers: Sequence[int]) -> Tiles:

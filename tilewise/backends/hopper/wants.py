@@ -9,7 +9,7 @@ the call itself (`roomier`).
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tilewise import tuning
 from tilewise.backends.hopper.algebra import COLUMNS, along_row, mask_of, score_of
@@ -24,21 +24,46 @@ TABLE = "registers_sm90"
 FUNCTIONS = ("tanh", "exp2", "log2")
 
 
+class Form(NamedTuple):
+    """How the tensors of a call lie, as far as its kernel differs.
+
+    varlen: packed sequences. heads: rows of a tile are those of several heads. parts: out is written row by row in
+    float32, for splits or for a partial result. half: float16.
+    """
+
+    varlen: bool = False
+    heads: bool = False
+    parts: bool = False
+    half: bool = False
+
+    @property
+    def words(self) -> str:
+        names = {"sequences": self.varlen, "heads": self.heads, "parts": self.parts, "float16": self.half}
+        return " ".join(name for name, there in names.items() if there) or "dense"
+
+
 @functools.lru_cache(maxsize=1024)
-def key_of(spec: AttentionSpec, pair: tuple[int, int], varlen: bool, packed: bool) -> str:
-    """The key of a spec, whose divisors are literals where the kernel has them so. varlen: packed sequences; packed:
-    rows of a tile are those of several heads.
+def key_of(spec: AttentionSpec, pair: tuple[int, int], form: Form) -> str:
+    """The key of a spec, whose divisors are literals where the kernel has them so.
 
     Counted are the mask's lines and what each of them reads, its stripes, operations and reads of the rest, and
     operations, functions and reads of a score: those for each column or pair, and those for a row.
     """
-    form = " ".join((*(("sequences",) if varlen else ()), *(("heads",) if packed else ()))) or "dense"
-    return f"{pair[0]}x{pair[1]} {form}: {_mask(spec)}; {_score(spec)}"
+    return f"{pair[0]}x{pair[1]} {form.words}: {_mask(spec)}; {_score(spec)}"
 
 
-def known(spec: AttentionSpec, pair: tuple[int, int], varlen: bool, packed: bool) -> tuple[int, ...] | None:
-    """The numbers of the tiles that the table has for a kind; None where it has none, or the first ones are right."""
-    return tuning.lookup(TABLE, "hopper.forward", key_of(spec, pair, varlen, packed))
+def known(spec: AttentionSpec, pair: tuple[int, int], form: Form) -> tuple[int, ...] | None:
+    """The numbers of the tiles that the table has for a kind; None where it has none, or the first ones are right.
+
+    A form with float16 or in parts has entries of its own only where it does not do with those of the form without.
+    """
+    plainer = (
+        form._replace(half=half, parts=parts)
+        for half in sorted({form.half, False}, reverse=True)
+        for parts in sorted({form.parts, False}, reverse=True)
+    )
+    found = (tuning.lookup(TABLE, "hopper.forward", key_of(spec, pair, one)) for one in plainer)
+    return next((numbers for numbers in found if numbers), None)
 
 
 def _mask(spec: AttentionSpec) -> str:
