@@ -37,9 +37,9 @@ _loaded: dict[str, dict[str, int]] = {}
 _said: list[str] = []
 
 
-_EMITTERS = ("isa", "parameters", "words", "lane_words", "micro", "dropout")
-_ROWS = ("pairs", "ahead", "rows_in_order", "row_micro", "dot_rows")
-_PAIRS = ("pairs", "pair_launch", "pair_loops", "pair_forward")
+_EMITTERS = ("isa", "parameters", "words", "lane_words", "row_words", "micro", "dropout")
+_ROWS = ("pairs", "pair_launch", "pair_tiles", "ahead", "rows_in_order", "row_micro", "dot_rows")
+_PAIRS = ("pairs", "pair_launch", "pair_tiles", "pair_loops", "pair_forward")
 SOURCES = {
     "forward": (*_EMITTERS, *_PAIRS, "loops", "page_rows", "widen_kernel", "forward_kernel"),
     "turn": (*_EMITTERS, *_PAIRS, "loops"),
@@ -68,7 +68,7 @@ SOURCES = {
         "fold",
     ),
     "slopes": (*_EMITTERS, "counted", "print_vector", "stage", "slots", "fold", "fold_slopes"),
-    "peak": ("isa", "words", "pairs", "peaks"),
+    "peak": ("isa", "words", "pairs", "pair_launch", "pair_tiles", "peaks"),
 }
 """Modules that write each kind of object: another text of theirs is another key."""
 
