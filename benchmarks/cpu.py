@@ -1,7 +1,8 @@
-"""The CPU backend beside F.scaled_dot_product_attention: forward, backward, decode, short problems, features, SDPA's
-slow path, accuracy, start.
+"""The CPU backend beside F.scaled_dot_product_attention: forward, float16 beside float32, backward, decode, short
+problems, features, SDPA's slow path, accuracy, start.
 
-    OMP_PROC_BIND=true python benchmarks/cpu.py [forward backward decode short features window math accuracy start]
+    OMP_PROC_BIND=true python benchmarks/cpu.py
+        [forward types backward decode short features window math accuracy start]
         [--quick] [--dtypes fp32,bf16,fp16] [--dims 64,128] [--output benchmarks/results/cpu.jsonl]
 
 Both through their public calls with outputs allocated inside, in one process, interleaved, the order
@@ -126,6 +127,20 @@ def forward(budget: float, quick: bool):
                     what = {"dtype": name, "D": d, "N": n, "H": HEADS[n], "causal": causal}
                     flops = 4 * HEADS[n] * n * n * d / (2 if causal else 1)
                     yield bound.add(line("forward", what, times, flops), flops / times[1]["median"])
+
+
+def types(budget: float, quick: bool):
+    """The forward in float16 beside float32's in the same rounds, and no SDPA: sections by type are minutes apart."""
+    for d in DIMS or ((64,) if quick else (32, 64, 80, 96, 128, 256)):
+        for n in (512,) if quick else (512, 1024, 4096, 8192):
+            wide = draw(1, HEADS[n], HEADS[n], n, n, d, torch.float32)
+            half = [t.half() for t in wide]
+            for mask in (None, tw.causal()):
+                calls = [lambda x=x: tw.attention(*x, mask=mask, backend="cpu") for x in (wide, half)]  # noqa: B023
+                fp32, fp16 = interleave(calls, budget, 201)
+                what = {"D": d, "N": n, "H": HEADS[n], "causal": mask is not None}
+                ratio = round(fp32["median"] / fp16["median"], 3)
+                yield {"section": "types", **what, "fp32": fp32, "fp16": fp16, "ratio": ratio}
 
 
 def backward(budget: float, quick: bool):
@@ -341,6 +356,7 @@ def main() -> None:
     """Parse, measure, write."""
     sections = {
         "forward": forward,
+        "types": types,
         "backward": backward,
         "decode": decode,
         "short": short,

@@ -50,3 +50,22 @@ def test_keys_widened_once_give_the_same_bits(
     assert counts[0] >= 3 and counts[2] == counts[1] == counts[0]
     for once, kept, block_by_block in zip(*results, strict=True):
         assert all(map(torch.equal, once, block_by_block)) and all(map(torch.equal, kept, block_by_block))
+
+
+def test_a_pass_before_is_for_twice_as_many_blocks_where_copies_have_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tilewise import quick
+    from tilewise.backends.cpu import launch
+
+    said, turner = [], launch.turner
+    monkeypatch.setattr(launch, "turner", lambda *a: said.append(a) or turner(*a))
+    monkeypatch.setattr(launch, "LEAST_READERS", dict.fromkeys((4, 8, 16), 2))
+    quick.ready.clear()
+    for rows, head_dim, before in ((192, 64, False), (256, 64, True), (128, 1024, True)):
+        said.clear()
+        q = torch.randn(1, 1, rows, head_dim, dtype=torch.float16)
+        k = torch.randn(1, 1, 640 if head_dim == 1024 else rows, head_dim, dtype=torch.float16)
+        tw.attention(q, k, k, backend="cpu")
+        assert bool(said) == before
+    quick.ready.clear()

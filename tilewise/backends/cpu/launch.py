@@ -286,7 +286,9 @@ def turned_bytes(problem: Problem, packed: bool, groups: int, blocks: int) -> in
     if uses_pairs(detect(), NAMES[problem.dtype]):
         return pair_launch.turned_bytes(problem, packed, groups, blocks)
     users = blocks if packed else blocks * max(problem.group, 1)
-    if users < LEAST_READERS.get(detect().lanes, 64):
+    # Up to twice as many a thread's own copy serves as well, and nobody waits for a pass before.
+    least = LEAST_READERS.get(detect().lanes, 64) * (2 if kept_keys(problem) else 1)
+    if users < least:
         return 0
     s = problem.shape
     return groups * pair_launch.GROUP * s.num_heads_kv * (4 * (s.head_dim + s.head_dim_v) + LINE)
