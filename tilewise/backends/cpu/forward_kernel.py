@@ -32,6 +32,9 @@ from tilewise.backends.cpu.widen_kernel import widened_rows
 if TYPE_CHECKING:
     from tilewise.backends.cpu.isa import Isa
 
+FOUND = 32
+"""A head of at most this size comes as fast without being asked for: 1.004 to 1.013 times the speed (Zen 5)."""
+
 
 @kernel
 def build_close(isa: Isa, micro: Micro) -> Any:
@@ -136,10 +139,10 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
     scores, weighted, widen, fill, drop = loops.scores, loops.weighted, loops.widen, loops.fill, loops.drop
     next_run, pack, advance, weights = loops.next_run, loops.pack, micro.advance, micro.weights()
     whole = BLOCK_ROWS // STRIP if wide else 0
-    weights_of_all = micro.weights(max(whole, 1))
+    weights_of_all, plain_weights = micro.weights(max(whole, 1)), micro.weights(max(whole, 1), plain=True)
 
     @njit(**JIT)
-    def absorb(a, w, seg, tiles, column, v, stands, strips):
+    def absorb(a, w, seg, tiles, column, v, stands, strips, plain):
         """One block into (m, l, acc): tiles = (score tile, acc, scratch for v, room for addresses, for weights),
         column = (first key, keys, end of the keys); v as `sources` gives it, or where it `stands` in float32."""
         s, acc, spare, listed, close = tiles
@@ -151,7 +154,10 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
         for x in range(0, strips * STRIP, lanes):
             at = w + x * 4
             advance(at + LANES.top, at + LANES.m, at + LANES.pivot, at + LANES.l, at + LANES.alpha)
-        if strips == whole:
+        # A row with one key only meets no such block: its weight is 1, and out is v, bit for bit.
+        if strips == whole and plain:
+            plain_weights(s, p, p_row, w + LANES.pivot, w + LANES.l, keys)
+        elif strips == whole:
             weights_of_all(s, p, p_row, w + LANES.pivot, w + LANES.l, keys)
         else:
             for strip in range(strips):
@@ -168,7 +174,7 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
             widen(at, v_row, keys, dim_v, spare, v_bytes)
         if paged or copied:
             at, v_row = spare, v_bytes
-        ahead = 0 if paged or copied else keys * v_row
+        ahead = 0 if paged or copied or dim_v <= FOUND else keys * v_row
         weighted(at, v_row, p, p_row, p_strip, keys, acc, w + LANES.alpha, dim_v, strips, ahead)
 
     @njit(**JIT)
@@ -229,14 +235,15 @@ def build_attend(isa: Isa, micro: Micro, loops: Loops, paged: bool) -> Any:
                 if paged or (half and not ready and not held):
                     at, row = spare, dim * 4
                 fill(w + LANES.top, used, f32(-math.inf))
-                ahead = 0 if paged or (half and not (ready or held)) else n * row
+                ahead = 0 if paged or (half and not (ready or held)) or dim <= FOUND else n * row
                 scores(at, row, qt, dim, s, w + LANES.top, n, strips, ahead)
                 fold = load_i64(a, P.fold_full) if kind == FULL else load_i64(a, P.fold_partial)
                 if fold:
                     call_fold(fold, spec, w, s, w + LANES.top, n, j, strips)
                 stands = ready or held
                 from_v = (own[2], own[3]) + v[2:] if held else v
-                absorb(a, w, seg, (s, acc, spare, listed, close), (j, n, keys[1]), from_v, stands, strips)
+                plain, tiles = kind == FULL and fold == 0 and n > 1, (s, acc, spare, listed, close)
+                absorb(a, w, seg, tiles, (j, n, keys[1]), from_v, stands, strips, plain)
             j += n
 
     return attend

@@ -14,7 +14,7 @@ Source of the shapes: 6 rows x 2 vectors fill the 16 registers of AVX2, 6 x 4 th
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llvmlite.ir as ir
 from numba import types
@@ -23,6 +23,9 @@ from numba.core import cgutils
 from tilewise.backends.cpu.lane_words import _emit, _void
 from tilewise.backends.cpu.row_words import ROW, RowWords
 from tilewise.backends.cpu.words import F32, HALF, I16, I32, I64, LOG2E, Words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 DEPTH = 64
 """Products summed one after another in a score: sums of sums lose no digits, and so much of a strip of q stays in the
@@ -108,6 +111,10 @@ def indirect(result: Any, count: int) -> Any:
     return _emit(
         result(*[i64] * (count + 1)), body, ", ".join(["function", *(f"a{n}" for n in range(count))])
     )
+
+
+LARGE = 64.0
+"""A pivot whose product with log2(e) loses more by rounding than `weights` should."""
 
 
 # ---- microkernels --------------------------------------------------------------------------------------------
@@ -273,34 +280,65 @@ class Micro(RowWords):
 
         return _emit(_void(5), body, "top, m, pivot, total, alpha")
 
-    def weights(self, strips: int = 1) -> Any:
-        """weights(s, p, p_row, pivot, l, count): `exponentials` in fewer operations: the exponent of 2 is rounded, as
-        s - pivot is, and the polynomial one degree shorter: errors of 6e-8 where s has such itself."""
-        return self.exponentials(strips, short=True)
+    def _weigh(self, w: Words, places: tuple, vectors: int, weights: Callable[[list], list]) -> None:
+        """The loop of `exponentials`: p = weights(s), of `vectors` neighbouring vectors."""
+        b, (s, to, to_row, total, count) = w.b, places
+        step = self.vector_bytes
+        sums = [cgutils.alloca_once(b, w.f) for _ in range(vectors)]
+        for cell in sums:
+            b.store(w.k(0.0), cell)
+        with cgutils.for_range(b, count, intp=I64) as loop:
+            row, to_ = b.add(s, b.mul(loop.index, I64(ROW))), b.add(to, b.mul(loop.index, to_row))
+            for v, p in enumerate(weights([w.load(row, v * step) for v in range(vectors)])):
+                w.store(p, to_, v * step)
+                b.store(b.fadd(b.load(sums[v]), p), sums[v])
+        for v, cell in enumerate(sums):
+            w.store(b.fadd(w.load(total, v * step), b.load(cell)), total, v * step)
 
-    def exponentials(self, strips: int = 1, short: bool = False) -> Any:
-        """exponentials(s, p, p_row, pivot, l, count): neighbouring strips of a tile, p = e^(s - pivot), l += sums. p
-        may be s."""
-        vectors, step = range(strips * self.strip_vectors), self.vector_bytes
+    def weights(self, strips: int = 1, plain: bool = False) -> Any:
+        """weights(s, p, p_row, pivot, l, count): `exponentials` in fewer operations: the exponent of 2 is rounded, as
+        s - pivot is, and the polynomial shorter: errors of 6e-8 where s has such itself. plain: one operation less,
+        p = 2^(s log2(e) - pivot log2(e)), where the last product is rounded, as lse will be, and a score like the pivot
+        has not quite the weight 1; not where the pivot is LARGE."""
+        vectors = strips * self.strip_vectors
 
         def body(b, s, to, to_row, pivot, total, count):
             w = self.words(b)
-            base = [w.load(pivot, v * step) for v in vectors]
-            sums = [cgutils.alloca_once(b, w.f) for _ in vectors]
-            for cell in sums:
-                b.store(w.k(0.0), cell)
-            with cgutils.for_range(b, count, intp=I64) as loop:
-                row, to_ = b.add(s, b.mul(loop.index, I64(ROW))), b.add(to, b.mul(loop.index, to_row))
-                shifted = [b.fsub(w.load(row, v * step), x) for v, x in zip(vectors, base, strict=True)]
-                if short:
-                    found = w.powers([b.fmul(x, w.k(LOG2E)) for x in shifted])
-                else:
-                    found = w.weights(shifted)
-                for v, p in enumerate(found):
-                    w.store(p, to_, v * step)
-                    b.store(b.fadd(b.load(sums[v]), p), sums[v])
-            for v in vectors:
-                w.store(b.fadd(w.load(total, v * step), b.load(sums[v])), total, v * step)
+            base = [w.load(pivot, v * self.vector_bytes) for v in range(vectors)]
+            less, places = [b.fmul(x, w.k(-LOG2E)) for x in base], (s, to, to_row, total, count)
+
+            def exact(scores):
+                return w.powers([b.fmul(b.fsub(x, y), w.k(LOG2E)) for x, y in zip(scores, base, strict=True)])
+
+            def short(scores):
+                return w.powers([w.fma(x, w.k(LOG2E), y) for x, y in zip(scores, less, strict=True)])
+
+            if not plain:
+                self._weigh(w, places, vectors, exact)
+                return
+            large = [b.fcmp_ordered(">", w.absolute(x), w.k(LARGE)) for x in base]
+            bits = b.bitcast(functools.reduce(b.or_, large), ir.IntType(self.lanes))
+            with b.if_else(b.icmp_unsigned("!=", bits, bits.type(0))) as (some, none):
+                with some:
+                    self._weigh(w, places, vectors, exact)
+                with none:
+                    self._weigh(w, places, vectors, short)
+
+        return _emit(_void(6), body, "s, p, p_row, pivot, l, count")
+
+    def exponentials(self, strips: int = 1) -> Any:
+        """exponentials(s, p, p_row, pivot, l, count): neighbouring strips of a tile, p = e^(s - pivot), l += sums. p
+        may be s."""
+        vectors = strips * self.strip_vectors
+
+        def body(b, s, to, to_row, pivot, total, count):
+            w = self.words(b)
+            base = [w.load(pivot, v * self.vector_bytes) for v in range(vectors)]
+
+            def weights(scores):
+                return w.weights([b.fsub(x, y) for x, y in zip(scores, base, strict=True)])
+
+            self._weigh(w, (s, to, to_row, total, count), vectors, weights)
 
         return _emit(_void(6), body, "s, p, p_row, pivot, l, count")
 

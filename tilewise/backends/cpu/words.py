@@ -4,8 +4,8 @@ Every function emits straight-line code for one vector of `lanes` float32. A lib
 thirty times too slow. NaN passes through every word; exp2(-inf) is exactly 0.
 
 Sources: coefficients of exp2 by a weighted fit of 2^x with p(0) = 1 on [-1/2, 1/2] (relative error 2.0e-9 at
-degree 6, 9.1e-8 at degree 5, 2.8e-6 at degree 4, which is for weights that become bf16), and on [0, 1] (8.2e-8 at
-degree 5); log2 after the Cephes library (logf.c).
+degree 6, 9.1e-8 at degree 5, 2.8e-6 at degree 4, which is for weights that become bf16), and on [0, 1/32] (6.5e-8 at
+degree 2); log2 after the Cephes library (logf.c).
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ EXP2 = {
     6: (0.00015353361959569156, 0.0013398875016719103, 0.00961843691766262, 0.055503323674201965, 0.24022647738456726,
         0.6931471824645996, 1.0),
 }  # fmt: skip
-EXP2_ABOVE = (0.0018671301923734174, 0.009017030063162887, 0.05579991328893397, 0.24016445010440968, 0.6931513118087482,
-              1.0)  # fmt: skip
-"""2^x on [0, 1]."""
+EXP2_ABOVE = (0.24265271657786344, 0.6931237311391791)
+"""(2^x - 1) / x on [0, 1/32]."""
+PARTS = 32
+POWERS = tuple(2.0 ** (n / PARTS) for n in range(PARTS))
+ROUND_PARTS = 12582912.0 / PARTS
+"""Adding it leaves 32nds, in the low bits of the sum."""
 FLOOR = 9
 """Rounding down, without a word about what is lost, as AVX-512 wants it said."""
 LN2 = 0.6931471805599453
@@ -164,13 +167,15 @@ class Words:
     def powers(self, xs: list[ir.Value]) -> list[ir.Value]:
         """2^x of each, for a weight: x <= 0 but for rounding. Step by step of all, as `weights`.
 
-        AVX-512 has what lies above the integer below x, 0 for -inf, and the product with 2 to that integer, each in
-        one instruction; others make 0 of what is below 2^-126."""
+        AVX-512 has what lies above the 32nd below x, 0 for -inf, the power of 2 to that 32nd of 32 in two registers,
+        and the product with 2 to the integer below x, each by one instruction; others make 0 below 2^-126."""
         b = self.b
         if self.lanes == 16:
-            rest, values = [self._above(x) for x in xs], [self.k(EXP2_ABOVE[0])] * len(xs)
-            for c in EXP2_ABOVE[1:]:
-                values = [self.fma(v, f, self.k(c)) for v, f in zip(values, rest, strict=True)]
+            above, below = [self._above(x) for x in xs], [self._below(x) for x in xs]
+            parts = [self._part(x) for x in below]
+            values = [self.fma(f, self.k(EXP2_ABOVE[0]), self.k(EXP2_ABOVE[1])) for f in above]
+            values = [b.fmul(v, f) for v, f in zip(values, above, strict=True)]
+            values = [self.fma(v, t, t) for v, t in zip(values, parts, strict=True)]
             return [self._scaled(v, x) for v, x in zip(values, xs, strict=True)]
         rounded = [b.fadd(x, self.k(ROUND_POWER)) for x in xs]
         fractions = [b.fsub(x, b.fsub(r, self.k(ROUND_POWER))) for x, r in zip(xs, rounded, strict=True)]
@@ -183,10 +188,28 @@ class Words:
         return [b.select(t, self.k(0.0), value) for t, value in zip(tiny, found, strict=True)]
 
     def _above(self, x: ir.Value) -> ir.Value:
-        every = ir.Constant(ir.IntType(16), -1)
+        every, places = ir.Constant(ir.IntType(16), -1), PARTS.bit_length() - 1
         return self.call(
-            "llvm.x86.avx512.mask.reduce.ps.512", self.f, x, I32(FLOOR), self.k(0.0), every, I32(4)
+            "llvm.x86.avx512.mask.reduce.ps.512",
+            self.f,
+            x,
+            I32(places << 4 | FLOOR),
+            self.k(0.0),
+            every,
+            I32(4),
         )
+
+    def _below(self, x: ir.Value) -> ir.Value:
+        """The 32nd below x, in the low bits."""
+        return self.call("llvm.x86.avx512.add.ps.512", self.f, x, self.k(ROUND_PARTS), I32(FLOOR))
+
+    def _part(self, x: ir.Value) -> ir.Value:
+        """2 to the 32nds in the low five bits of x."""
+        low, high = (
+            ir.Constant(self.f, [single(p) for p in half])
+            for half in (POWERS[: PARTS // 2], POWERS[PARTS // 2 :])
+        )
+        return self.call("llvm.x86.avx512.vpermi2var.ps.512", self.f, low, self.b.bitcast(x, self.i), high)
 
     def _scaled(self, x: ir.Value, power: ir.Value) -> ir.Value:
         every = ir.Constant(ir.IntType(16), -1)
