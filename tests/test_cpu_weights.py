@@ -40,6 +40,19 @@ def test_any_size_of_scores(keys: int, sink: bool) -> None:
     torch.testing.assert_close(lse.double(), whole.logsumexp(-1), atol=1e-6, rtol=2e-7)
 
 
+@pytest.mark.parametrize("base", [50.0, 1e3, -1e5])
+def test_whole_tiles_and_cut_ones_of_a_row_have_weights_of_one_size(base: float) -> None:
+    """Under a causal mask a row meets both kinds, whose exponents are found in different ways."""
+    n = 300
+    q, k = torch.zeros(1, 1, n, 16), torch.zeros(1, 1, n, 16)
+    q[..., 0], k[0, 0, :, 0] = 4.0, base - torch.randint(0, 8, (n,)) / 2
+    v = torch.randn(1, 1, n, 16)
+    out = tw.attention(q, k, v, mask=tw.causal(), backend="cpu")
+    scores = (q.double() @ k.double().transpose(-1, -2)) / 4
+    weights = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf).softmax(-1)
+    torch.testing.assert_close(out.double(), weights @ v.double(), atol=2e-6, rtol=2e-6)
+
+
 def test_each_weight() -> None:
     """2^x of every size of a weight: values of one key each are the weights themselves."""
     keys = 4096
