@@ -247,22 +247,20 @@ def compiled(pair: tuple[int, int], form: str, kind: str) -> Found:
 
 def keep(files: list[Path]) -> None:
     """Write what more than one attempt found into the table; of two findings of a key the one tried later."""
-    from tilewise import tuning
-    from tilewise.backends.hopper.wants import TABLE
+    from tilewise.backends.hopper import wants
 
-    path = tuning.table_path(TABLE)
-    table = json.loads(path.read_text(encoding="utf-8"))
-    choices, tries = table["choices"]["hopper.forward"], {}
+    table = json.loads(wants.TABLE.read_text(encoding="utf-8"))
+    choices, tries = table["choices"], {}
     for line in (
         json.loads(text) for file in files for text in file.read_text(encoding="utf-8").splitlines()
     ):
         key, count = line.get("key", ""), len(line.get("tried", ()))
         if count > max(1, tries.get(key, 0)):
             choices[key], tries[key] = line["tiles"], count
-    lines = ",\n".join(f"      {json.dumps(key)}: {json.dumps(choices[key])}" for key in sorted(choices))
+    lines = ",\n".join(f"    {json.dumps(key)}: {json.dumps(choices[key])}" for key in sorted(choices))
     head = json.dumps({name: value for name, value in table.items() if name != "choices"}, indent=2)[:-2]
-    text = f'{head},\n  "choices": {{\n    "hopper.forward": {{\n{lines}\n    }}\n  }}\n}}\n'
-    path.write_text(text, encoding="utf-8")
+    text = f'{head},\n  "choices": {{\n{lines}\n  }}\n}}\n'
+    wants.TABLE.write_text(text, encoding="utf-8")
     print(f"{len(tries)} kinds settled; {len(choices)} in the table")
 
 

@@ -17,7 +17,6 @@ import tilewise as tw
 triton = pytest.importorskip("triton", reason="needs Triton")
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="needs Gluon")
 
-from tilewise import tuning  # noqa: E402
 from tilewise.backends.hopper import roomier, wants  # noqa: E402
 from tilewise.backends.hopper.backend import Hopper  # noqa: E402
 from tilewise.backends.hopper.launch_forward import schedule  # noqa: E402
@@ -156,11 +155,11 @@ def test_the_first_tiles_without_spills_are_taken_or_those_with_fewest(
 def test_tiles_of_the_table_are_those_found_without_it(script, without_table):
     found = script.compiled((128, 128), "heads", "softcap, alibi")
     assert len(found.tried) > 1
-    assert tuning.lookup(wants.TABLE, "hopper.forward", found.key) == tuple(map(int, found.tiles))
+    assert wants.table()[found.key] == tuple(map(int, found.tiles))
 
 
 def test_the_table_holds_tiles_that_fit():
-    choices = tuning.choices(wants.TABLE)["hopper.forward"]
+    choices = wants.table()
     assert len(choices) > 100
     for key, numbers in choices.items():
         pair, tiles = tuple(map(int, key.partition(" ")[0].split("x"))), of_numbers(numbers)
@@ -171,8 +170,8 @@ def test_the_table_holds_tiles_that_fit():
 def test_findings_are_kept_in_the_table(script, tmp_path, monkeypatch):
     """Of two findings of a key the later attempt; kinds that took one attempt are not written."""
     path = tmp_path / "table.json"
-    path.write_text('{"device": "any", "choices": {"hopper.forward": {"old": [1, 2], "b": [3, 4]}}}')
-    monkeypatch.setattr(tuning, "table_path", lambda name: path)
+    path.write_text('{"target": "any", "choices": {"old": [1, 2], "b": [3, 4]}}')
+    monkeypatch.setattr(wants, "TABLE", path)
     lines = [
         ("a", [9, 0], [5, 6]),
         ("a", [9, 9, 0], [7, 8]),
@@ -184,10 +183,7 @@ def test_findings_are_kept_in_the_table(script, tmp_path, monkeypatch):
     found.write_text("".join(json.dumps({"key": k, "tried": t, "tiles": x}) + "\n" for k, t, x in lines))
     script.keep([found])
     table = json.loads(path.read_text())
-    assert table == {
-        "device": "any",
-        "choices": {"hopper.forward": {"a": [7, 8], "b": [9, 9], "old": [1, 2]}},
-    }
+    assert table == {"target": "any", "choices": {"a": [7, 8], "b": [9, 9], "old": [1, 2]}}
 
 
 @pytest.mark.parametrize("other", ("form", "pair", "mask", "score"))

@@ -4,9 +4,6 @@
 
 `measured` says when, with which versions and by which command. A device without a table, or a key without an entry,
 is left to the backend's heuristic; nothing is ever tuned inside a call. `benchmarks/tune.py` measures and rewrites.
-
-"registers_sm90" is no device's table but one of the compiler's: tiles with which Hopper kernels spill no registers
-(`tilewise.backends.hopper.wants`), written by `benchmarks/hopper_kinds.py`.
 """
 
 from __future__ import annotations

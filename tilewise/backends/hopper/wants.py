@@ -1,7 +1,7 @@
 """What a call wants of a thread's registers, as a key: calls with the same key get the same tiles.
 
 Tiles are chosen by a few rules (`tiles.by_kind`). Where a kernel spills with those, the tiles that it does not spill
-with are kept in a table by this key (`tilewise.tuning`, "registers_sm90"), so that a call of such a kind compiles once;
+with are kept in a table by this key (`registers.json`), so that a call of such a kind compiles once;
 `benchmarks/hopper_kinds.py` compiles kinds without a GPU and writes it. A kind that the table lacks is found out by
 the call itself (`roomier`).
 """
@@ -9,9 +9,10 @@ the call itself (`roomier`).
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from tilewise import tuning
 from tilewise.backends.hopper.algebra import COLUMNS, along_row, mask_of, score_of
 from tilewise.backends.hopper.print_fold import stripes_of
 from tilewise.spec import expression as ex
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from tilewise.spec.attention import AttentionSpec
     from tilewise.spec.expression import Node
 
-TABLE = "registers_sm90"
+TABLE = Path(__file__).with_name("registers.json")
 FUNCTIONS = ("tanh", "exp2", "log2")
 
 
@@ -52,6 +53,13 @@ def key_of(spec: AttentionSpec, pair: tuple[int, int], form: Form) -> str:
     return f"{pair[0]}x{pair[1]} {form.words}: {_mask(spec)}; {_score(spec)}"
 
 
+@functools.lru_cache(maxsize=1)
+def table() -> dict[str, tuple[int, ...]]:
+    """The numbers of the tiles that kinds do not spill with, by key."""
+    choices = json.loads(TABLE.read_text(encoding="utf-8"))["choices"]
+    return {key: tuple(numbers) for key, numbers in choices.items()}
+
+
 def known(spec: AttentionSpec, pair: tuple[int, int], form: Form) -> tuple[int, ...] | None:
     """The numbers of the tiles that the table has for a kind; None where it has none, or the first ones are right.
 
@@ -62,7 +70,7 @@ def known(spec: AttentionSpec, pair: tuple[int, int], form: Form) -> tuple[int, 
         for half in sorted({form.half, False}, reverse=True)
         for parts in sorted({form.parts, False}, reverse=True)
     )
-    found = (tuning.lookup(TABLE, "hopper.forward", key_of(spec, pair, one)) for one in plainer)
+    found = (table().get(key_of(spec, pair, one)) for one in plainer)
     return next((numbers for numbers in found if numbers), None)
 
 
