@@ -270,13 +270,7 @@ class Micro(RowWords):
         def body(b, top, m, pivot, total, alpha):
             w = self.words(b)
             old = w.load(m)
-            new = w.maximum(w.load(top), old)
-            base = b.select(b.fcmp_ordered("==", new, w.k(float("-inf"))), w.k(0.0), new)
-            factor = w.weight(b.fsub(old, base))
-            w.store(new, m)
-            w.store(base, pivot)
-            w.store(factor, alpha)
-            w.store(b.fmul(w.load(total), factor), total)
+            w.advance(old, w.maximum(w.load(top), old), m, pivot, total, alpha)
 
         return _emit(_void(5), body, "top, m, pivot, total, alpha")
 

@@ -100,12 +100,7 @@ class PairTiles:
             w = self.words(b)
             old, highest = w.load(m), w.load(top)
             new = b.select(b.fcmp_ordered(">", highest, b.fadd(old, w.k(STALE))), highest, old)
-            base = b.select(b.fcmp_ordered("==", new, w.k(float("-inf"))), w.k(0.0), new)
-            factor = w.weight(b.fsub(old, base))
-            w.store(new, m)
-            w.store(base, pivot)
-            w.store(factor, alpha)
-            w.store(b.fmul(w.load(total), factor), total)
+            w.advance(old, new, m, pivot, total, alpha)
 
         return _emit(_void(5), body, "top, m, pivot, total, alpha")
 

@@ -149,6 +149,19 @@ class Words:
         A product makes it, since one with NaN is NaN: added to exponents, low bits that some NaN have hide it."""
         return self.weights([x], degree)[0]
 
+    def advance(
+        self, old: ir.Value, new: ir.Value, m: ir.Value, pivot: ir.Value, total: ir.Value, alpha: ir.Value
+    ) -> None:
+        """A running maximum goes from old to new: m = new, pivot = new, or 0 for -inf, alpha = e^(old - pivot),
+        total *= alpha. m, pivot, total and alpha are addresses."""
+        b = self.b
+        base = b.select(b.fcmp_ordered("==", new, self.k(float("-inf"))), self.k(0.0), new)
+        factor = self.weight(b.fsub(old, base))
+        self.store(new, m)
+        self.store(base, pivot)
+        self.store(factor, alpha)
+        self.store(b.fmul(self.load(total), factor), total)
+
     def weights(self, xs: list[ir.Value], degree: int = 6) -> list[ir.Value]:
         """`weight` of each, step by step of all: a processor looks no further ahead than about eight of them, which
         one after another are too few for what it could do at once."""

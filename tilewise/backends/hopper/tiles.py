@@ -13,7 +13,7 @@ import torch
 from tilewise import tuning
 from tilewise.backends.hopper.algebra import Mask, along_row, mask_of, score_of
 from tilewise.backends.hopper.print_fold import stripes_of
-from tilewise.backends.hopper.wants import Form, known
+from tilewise.backends.hopper.wants import FUNCTIONS, Form, known
 from tilewise.spec import expression as ex
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def hard(spec: AttentionSpec) -> bool:
     """Whether a score asks the special-function unit for every element."""
     score = spec.score
     return score is not None and any(
-        n.op in ("tanh", "exp2", "log2") and "s" in ex.variables(n) for n in ex.topological(score)
+        n.op in FUNCTIONS and "s" in ex.variables(n) for n in ex.topological(score)
     )
 
 

@@ -65,24 +65,24 @@ def known(spec: AttentionSpec, pair: tuple[int, int], form: Form) -> tuple[int, 
 
     A form with float16 or in parts has entries of its own only where it does not do with those of the form without.
     """
-    plainer = (
-        form._replace(half=half, parts=parts)
-        for half in sorted({form.half, False}, reverse=True)
-        for parts in sorted({form.parts, False}, reverse=True)
-    )
-    found = (table().get(key_of(spec, pair, one)) for one in plainer)
-    return next((numbers for numbers in found if numbers), None)
+    halves, parts = dict.fromkeys((form.half, False)), dict.fromkeys((form.parts, False))
+    forms = [form._replace(half=half, parts=part) for half in halves for part in parts]
+    return next((table()[key] for one in forms if (key := key_of(spec, pair, one)) in table()), None)
 
 
 def _mask(spec: AttentionSpec) -> str:
-    mask = mask_of(spec.keep)
     if spec.keep is None:
         return "full"
+    mask = mask_of(spec.keep)
     stripes, rest = stripes_of(mask)
-    lines = [f"{len(mask.lines)} lines" + (" from below" if mask.below else "")] if mask.lines else []
-    lines += [f"{len(ex.loads(*mask.runs))} reads in them"] if mask.runs and ex.loads(*mask.runs) else []
-    more = [f"{len(stripes)} stripes"] if stripes else []
-    return ", ".join(lines + more + ([_costs(rest)] if rest is not None else []))
+    read = ex.loads(*mask.runs) if mask.runs else ()
+    found = {
+        f"{len(mask.lines)} lines" + (" from below" if mask.below else ""): mask.lines,
+        f"{len(read)} reads in them": read,
+        f"{len(stripes)} stripes": stripes,
+    }
+    words = [word for word, there in found.items() if there]
+    return ", ".join(words if rest is None else [*words, _costs(rest)])
 
 
 def _score(spec: AttentionSpec) -> str:
@@ -90,12 +90,11 @@ def _score(spec: AttentionSpec) -> str:
         return "plain"
     score = score_of(spec.score, spec.keep)
     shape = "capped" if score.slope is not None else "bounded" if score.bounded else "score"
+    each = [n for n in (score.core, score.rest) if n is not None]
     of_row = [n for n in (score.rate, score.shift) if n is not None]
-    rows = [f"{len(ex.loads(*of_row))} reads of its own"] if of_row and ex.loads(*of_row) else []
-    rest = ["sum"] if score.rest is not None else []
-    return " ".join(
-        [shape, *rest, ", ".join([_costs(*(n for n in (score.core, score.rest) if n is not None)), *rows])]
-    )
+    read = ex.loads(*of_row) if of_row else ()
+    words = [shape, *(["sum"] if score.rest is not None else []), _costs(*each)]
+    return " ".join(words) + (f", {len(read)} reads of its own" if read else "")
 
 
 def _costs(*roots: Node) -> str:

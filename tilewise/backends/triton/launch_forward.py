@@ -27,11 +27,10 @@ from tilewise.backends.triton.launch_splits import combine_parts, parts_of
 from tilewise.backends.triton.layout import Slots, describable, describe, fill, pairwise_dims, powers_of
 from tilewise.backends.triton.machine import machine_of
 from tilewise.backends.triton.source import Entry, argument_types
+from tilewise.backends.triton.strides import Strides, step_of, strides_of
 from tilewise.problem import empty_in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from tilewise.backends.triton.tiles import Tiles
@@ -74,36 +73,6 @@ TMA_WORK = 2.0e10
 """Operations from which descriptors are worth their host time (about 40 microseconds of an H200)."""
 _recipes: dict[tuple[object, ...], Recipe] = {}
 MOST_RECIPES = 4096
-
-
-class Strides(NamedTuple):
-    """(batch, head, token, d) strides of q, k and v, and (split, ...) of out, in units of `step` elements; unit: every
-    last stride is 1."""
-
-    q: tuple[int, ...]
-    k: tuple[int, ...]
-    v: tuple[int, ...]
-    out: tuple[int, ...]
-    step: int
-    unit: bool
-
-
-def step_of(problem: Problem, tensors: Sequence[Tensor]) -> int:
-    """Elements of 16 bytes if every row of q, k, v and out begins at a multiple of them, else 1."""
-    step = 16 // problem.dtype.itemsize
-    sizes = (problem.shape.head_dim, problem.shape.head_dim_v)
-    found = [four_strides(problem, t) for t in tensors]
-    if any(f[3] != 1 for f in found) or any(t.data_ptr() & 15 for t in tensors):
-        return 1
-    return 1 if any(x % step for x in sizes) or any(x % step for f in found for x in f[:3]) else step
-
-
-def strides_of(problem: Problem, tensors: Sequence[Tensor], out_strides: Sequence[int], step: int) -> Strides:
-    """The strides of a call in units of a step that divides all but the last."""
-    found = [*(four_strides(problem, t) for t in tensors), tuple(out_strides)]
-    sizes = (problem.shape.head_dim, problem.shape.head_dim, *[problem.shape.head_dim_v] * 2)
-    unit = all(f[-1] == 1 or size <= 1 for f, size in zip(found, sizes, strict=True))
-    return Strides(*(tuple(x // step for x in f) for f in found), step, unit)  # type: ignore[arg-type]
 
 
 class Recipe(NamedTuple):
