@@ -53,25 +53,27 @@ def called(kind: str) -> dict[str, Any]:
 
 
 def of_the_table(kind: str) -> dict[str, Any]:
-    """The first call of a kind of `hopper_kinds.py`, of zeros; kernels: how many were compiled."""
+    """The first call of a kind of `hopper_kinds.py`, of zeros; kernels: how many were compiled, and the seconds of each
+    step of Triton's that a compilation took."""
+    from triton import knobs
+
     from benchmarks import hopper_kinds
-    from tilewise.backends.hopper import compile as compiling
 
     sizes, form, name = kind.split("/")
-    pair, lies, made = tuple(map(int, sizes.split("x"))), hopper_kinds.FORMS[form], compiling.compile_gluon
-    count = []
+    pair, lies = tuple(map(int, sizes.split("x"))), hopper_kinds.FORMS[form]
+    steps: list[dict[str, float]] = []
 
-    def counting(*args: Any) -> Any:
-        count.append(args)
-        return made(*args)
+    def listen(src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
+        stages = [("text", times.ir_initialization), *times.lowering_stages]
+        steps.append({step: round(taken / 1e6, 2) for step, taken in stages})
 
-    with torch.device("cuda"), mock.patch.object(compiling, "compile_gluon", counting):
-        mask, scores = hopper_kinds.kinds(lies)[name]
+    with torch.device("cuda"), mock.patch.object(knobs.compilation, "listener", listen), torch.no_grad():
+        call = hopper_kinds.ready(pair, lies, *hopper_kinds.kinds(lies)[name])
         torch.cuda.synchronize()
         before = time.perf_counter()
-        hopper_kinds.call(pair, lies, mask, scores)
+        call()
         torch.cuda.synchronize()
-        return {"seconds": round(time.perf_counter() - before, 3), "kernels": len(count)}
+        return {"seconds": round(time.perf_counter() - before, 3), "kernels": len(steps), "steps": steps}
 
 
 def compiled(kind: str) -> dict[str, Any]:

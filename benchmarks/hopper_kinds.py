@@ -18,6 +18,7 @@ with the tiles that the call would take: first those of choice, then roomier one
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import re
@@ -140,27 +141,33 @@ class Caught(Exception):
     """A call has reached its backend."""
 
 
-def call(pair: tuple[int, int], form: Form, mask: Any, scores: Any) -> None:
-    """A call of a kind, of tensors of the device that torch makes them on."""
+def ready(pair: tuple[int, int], form: Form, mask: Any, scores: Any) -> Callable[[], Any]:
+    """A call of a kind, of tensors made here on the device that torch makes them on."""
 
     def draw(heads: int, length: int, width: int) -> torch.Tensor:
         shape = (length, heads, width) if form.lengths else (form.batch, heads, length, width)
         return torch.zeros(shape, dtype=form.dtype)
 
     (d, d_v), options = pair, {"mask": mask, "scores": scores, "backend": "hopper"}
-    tensors = (
+    tensors = [
         draw(form.heads, form.rows, d),
         draw(form.heads_kv, form.keys, d),
         draw(form.heads_kv, form.keys, d_v),
-    )
+    ]
     if form.sink:
         options["sink"] = torch.zeros(form.heads)
+    function = tw.attention_partial if form.partial else tw.attention
+    if form.lengths:
+        starts = torch.arange(form.lengths + 1, dtype=torch.int32) * (form.rows // form.lengths)
+        function, tensors = tw.attention_varlen, [*tensors, starts, starts]
+    return functools.partial(function, *tensors, **options)
+
+
+def call(pair: tuple[int, int], form: Form, mask: Any, scores: Any) -> None:
+    """A call of a kind."""
+    made = ready(pair, form, mask, scores)
     with torch.no_grad():
-        if form.lengths:
-            starts = torch.arange(form.lengths + 1, dtype=torch.int32) * (form.rows // form.lengths)
-            tw.attention_varlen(*tensors, starts, starts, **options)
-        else:
-            (tw.attention_partial if form.partial else tw.attention)(*tensors, **options)
+        made()
 
 
 def laid_out(pair: tuple[int, int], form: Form, mask: Any, scores: Any) -> tuple[Any, Any]:

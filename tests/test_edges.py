@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from sinks import infinite_sink
 
 import tilewise as tw
 
@@ -312,21 +313,6 @@ def test_the_slow_path_warning_points_at_the_user(monkeypatch):
 @pytest.mark.parametrize("keys", [0, 4])
 @pytest.mark.parametrize("backend", [*BACKENDS, "cpu"])
 def test_a_row_without_keys_has_an_infinite_sinks_lse(backend: str, keys: int) -> None:
-    """lse = sink and out = 0, as with a finite one, and gradients of 0; beside keys it is an infinite score."""
     if backend == "cpu":
         pytest.importorskip("numba")
-    dtype = torch.float32 if backend == "cpu" else torch.float64
-    q, k, v = (torch.randn(1, 2, n, 16, dtype=dtype, requires_grad=True) for n in (3, keys, keys))
-    sink = torch.tensor([math.inf, 1.0], dtype=dtype, requires_grad=True)
-    seen = torch.arange(3)[:, None] >= torch.full((keys,), 3 if keys == 0 else 2)
-    options = {"mask": seen, "sink": sink, "backend": backend, "allow_quadratic": True}
-    out, lse = tw.attention(q, k, v, return_lse=True, **options)
-    rows = 3 if keys == 0 else 2
-    assert bool((out[:, :, :rows] == 0).all()) and bool((out[:, 1].isfinite()).all())
-    assert torch.equal(lse[0, :, :rows], sink.detach()[:, None].expand(2, rows))
-    if keys:
-        assert bool(out[:, 0, rows:].isnan().all()) and bool(lse[:, 0, rows:].isnan().all())
-    found = torch.autograd.grad(out[:, :, :rows].sum(), [q, k, v, sink])
-    assert all(bool((g == 0).all()) for g in found)
-    lse = tw.attention(q, k, v, return_lse=True, **options)[1]
-    assert torch.autograd.grad(lse[:, :, :rows].sum(), sink)[0].tolist() == [rows, rows]
+    infinite_sink(backend, torch.float32 if backend == "cpu" else torch.float64, keys)

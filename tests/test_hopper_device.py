@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sinks import infinite_sink
 
 import tilewise as tw
 
@@ -106,6 +107,12 @@ def test_few_rows_and_many_keys(rows):
     _close(
         out, tw.attention(*double, mask=tw.causal(), sink=sink.double(), backend="blockwise"), torch.bfloat16
     )
+
+
+@pytest.mark.parametrize("size", (64, 128, 256))
+@pytest.mark.parametrize("keys", (0, 4, 5000))
+def test_an_infinite_sink(keys, size):
+    infinite_sink("hopper", torch.bfloat16, keys, "cuda", size)
 
 
 def test_packed_sequences():

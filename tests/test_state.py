@@ -310,6 +310,19 @@ def test_sink_is_one_more_key_of_value_zero():
         partial.finalize(sink[:2])
 
 
+def test_an_infinite_sink_that_is_all_a_row_has():
+    lse = torch.tensor([[[-INF, 1.0], [-INF, 1.0]]], dtype=torch.float64)
+    partial = Partial(torch.full((1, 2, 2, 3), math.nan, dtype=torch.float64), lse)
+    sink = torch.tensor([INF, 2.0], dtype=torch.float64, requires_grad=True)
+    found = partial.with_sink(sink)
+    assert found.lse[0, :, 0].tolist() == [INF, 2.0] and not found.out[0, :, 0].any()
+    assert bool(found.lse[0, 0, 1].isnan()), "beside keys it is an infinite score"
+    alone = Partial(partial.out[:, :, :1], lse[:, :, :1]).with_sink(sink)
+    assert torch.autograd.grad(alone.lse.sum(), sink)[0].tolist() == [1.0, 1.0]
+    crowd = [Partial(torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), -INF)) for _ in range(300)]
+    assert merge(*crowd, Partial(torch.ones(1, 1, 1, 2), torch.full((1, 1, 1), INF))).lse.item() == INF
+
+
 def test_gradient_of_sink():
     out = torch.randn(1, 2, 3, 2, dtype=torch.float64, requires_grad=True)
     lse = torch.randn(1, 2, 3, dtype=torch.float64, requires_grad=True)

@@ -31,7 +31,7 @@ FUNCTIONS = (
     "one_leaf_in_two_batches", "two_leaves_by_column_packed", "loads_ahead",
     "tiles_looked_at_before", "products_used_twice", "nothing_written_outside", "sums_made_apart",
     "holes_in_every_tile", "leaves_in_the_pivots",
-    "tanh_keeps_its_digits", "patterns_are_what_they_should_be",
+    "tanh_keeps_its_digits", "patterns_are_what_they_should_be", "an_infinite_sink",
 )  # fmt: skip
 
 

@@ -168,6 +168,12 @@ def joined(shape, sink):
     return bool(same and not out.isnan().any())
 cases = ((2, 3, 5, 20), None), ((2, 3, 5, 20), torch.randn(3)), ((7, 3, 16), torch.randn(3))
 found["joined"] = [joined(*case) for case in cases]
+def joined_with_an_infinite_sink():
+    from tilewise.backends.triton.launch_join import join
+    parts = [(torch.full((2, 3, 5, 20), torch.nan), torch.full((2, 3, 5), -torch.inf)) for _ in "ab"]
+    out, lse = join(*parts, torch.full((3,), torch.inf), torch.float32)
+    return bool((out == 0).all() and (lse == torch.inf).all())
+found["joined"].append(joined_with_an_infinite_sink())
 
 # Appending: every kind of rotation and place, bit by bit the reference's.
 def append(packed, rotation, interleaved, given):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sinks import infinite_sink
 
 import tilewise as tw
 
@@ -18,6 +19,11 @@ def _drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def _ordinary(q, k, v, causal: bool = False) -> torch.Tensor:
     sdpa = torch.nn.functional.scaled_dot_product_attention
     return sdpa(q.float(), k.float(), v.float(), is_causal=causal)
+
+
+@pytest.mark.parametrize("keys", (0, 4, 5000))
+def test_an_infinite_sink(keys):
+    infinite_sink("triton", torch.bfloat16, keys, "cuda")
 
 
 def test_more_batch_entries_than_a_grid_dimension_holds():

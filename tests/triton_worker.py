@@ -326,12 +326,24 @@ def patterns_are_what_they_should_be() -> bool:
     return not triton_words.patterns_differ("cpu", [n for n in range(3, 32) if n & (n - 1)])
 
 
+def an_infinite_sink() -> bool:
+    """A row that has no more than a sink of +inf: lse = +inf and out = 0."""
+    from sinks import infinite_sink
+
+    try:
+        for keys in (0, 4, 300):
+            infinite_sink("triton", torch.float32, keys)
+    except AssertionError:
+        return False
+    return True
+
+
 FUNCTIONS: tuple[Callable[[], bool], ...] = (
     hidden_values, visible_values_spread, one_visible_key, large_scores, part_of_the_keys, one_leaf_in_two_batches,
     two_leaves_by_column_packed, loads_ahead, tiles_looked_at_before, products_used_twice,
     nothing_written_outside, sums_made_apart, holes_in_every_tile,
     leaves_in_the_pivots,
-    tanh_keeps_its_digits, patterns_are_what_they_should_be,
+    tanh_keeps_its_digits, patterns_are_what_they_should_be, an_infinite_sink,
 )  # fmt: skip
 
 

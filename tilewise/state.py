@@ -88,8 +88,9 @@ def merge(*parts: Partial) -> Partial:
     """Attention over the union of the keys of all parts, which must be disjoint.
 
     ``lse = log sum_p exp(lse_p)``, ``out = sum_p exp(lse_p - lse) out_p``. A part with lse = -inf in a row
-    adds nothing to that row, whatever its ``out`` holds there. Differentiable, to any order, in every out and
-    lse; the gradients of empty rows are 0, never NaN.
+    adds nothing to that row, whatever its ``out`` holds there; a part that is all a row has is the row, also
+    with lse = +inf (an infinite sink). Differentiable, to any order, in every out and lse; the gradients of
+    empty rows are 0, never NaN.
 
     Args:
         parts: one or more Partials of one layout and shape (see `Partial`).
@@ -100,11 +101,17 @@ def merge(*parts: Partial) -> Partial:
     """
     _check_parts(parts)
     pivot = _finite_pivot(reduce(torch.maximum, [part.lse.detach() for part in parts]))
-    weights = [torch.exp(part.lse - pivot) for part in parts]
+    count = reduce(torch.add, [(part.lse != NEG_INF).to(torch.int32) for part in parts])
+    alone = [(part.lse == -NEG_INF) & (count == 1) for part in parts]
+    weights = [
+        torch.exp((part.lse - pivot).masked_fill(one, 0.0)) for part, one in zip(parts, alone, strict=True)
+    ]
     total = reduce(torch.add, weights)
     none_visible = total == 0
     total = torch.where(none_visible, 1.0, total)
     lse = torch.where(none_visible, NEG_INF, pivot + torch.log(total))
+    for part, one in zip(parts, alone, strict=True):
+        lse = torch.where(one, part.lse, lse)
     terms = []
     for part, weight in zip(parts, weights, strict=True):
         visible_out = torch.where(_over_head_dim(part.lse == NEG_INF, part), 0.0, part.out)

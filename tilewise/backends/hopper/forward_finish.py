@@ -23,7 +23,9 @@ def close_rows(m, l, h_rows, alive, sink_ptr, SINK: gl.constexpr):  # noqa: E741
         logit = gl.load(sink_ptr + h_rows, mask=alive, other=0.0).to(gl.float32) * LOG2
         both = gl.maximum(m, logit)
         weight = gl.exp2(m - both)
-        l = gl.fma(l, weight, gl.exp2(logit - both))  # noqa: E741
+        # A sink that is all a row has weighs 1, infinite as it may be.
+        below = gl.where((logit == float("inf")) & (l == 0.0), 0.0, logit - both)
+        l = gl.fma(l, weight, gl.exp2(below))  # noqa: E741
         base = both * LN
     else:
         weight = gl.full(l.shape, 1.0, gl.float32, l.type.layout)

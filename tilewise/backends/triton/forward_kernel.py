@@ -274,7 +274,9 @@ def absorb_sink(m, l, logit, unit: tl.constexpr):  # noqa: E741
     top = tl.maximum(m, logit)
     pivot = tl.where(top == -float("inf"), 0.0, top)
     alpha = tl.exp2((m - pivot) * unit)
-    return top, l * alpha + tl.exp2((logit - pivot) * unit), alpha
+    # A sink that is all a row has weighs 1, infinite as it may be; beside keys, an infinite one is an infinite score.
+    below = tl.where((logit == float("inf")) & (l == 0), 0.0, logit - pivot)
+    return top, l * alpha + tl.exp2(below * unit), alpha
 
 
 @triton.jit

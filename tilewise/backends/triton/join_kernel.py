@@ -45,8 +45,10 @@ def join(a_ptr, a_lse_ptr, b_ptr, b_lse_ptr, out_ptr, lse_ptr, sink_ptr, a_b, a_
             third = tl.load(sink_ptr + h, mask=alive, other=0.0).to(tl.float32)
             top = tl.maximum(top, third)
         pivot = tl.where(top == -float("inf"), 0.0, top)
+        # A sink that is all a row has weighs 1, infinite as it may be.
+        alone = (third == float("inf")) & (first == -float("inf")) & (second == -float("inf"))
         first, second = tl.exp2((first - pivot) * LOG2E), tl.exp2((second - pivot) * LOG2E)
-        total = first + second + tl.exp2((third - pivot) * LOG2E)
+        total = first + second + tl.exp2(tl.where(alone, 0.0, third - pivot) * LOG2E)
         empty = total == 0
         inverse = 1.0 / tl.where(empty, 1.0, total)
         # A part without visible keys adds nothing, whatever it holds.

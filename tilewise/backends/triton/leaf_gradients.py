@@ -101,7 +101,9 @@ def sink_gradient(call: Call, slopes: Tensor | None) -> Tensor:
     m, low, delta = (t.view(*shape[:2], call.pitch)[:, :, : s.seqlen_q] for t in call.rows)
     logit = sink.detach().to(torch.float32).view(1, -1, 1)  # type: ignore[union-attr]
     log2e = math.log2(math.e)
-    p = torch.where(logit == -math.inf, 0.0, torch.exp2((logit - m) * log2e - low))
+    # Where an infinite sink is all a row has, m is infinite, too, and its weight 1; beside keys m is NaN.
+    below = torch.where((logit == math.inf) & (m == math.inf), 0.0, logit - m)
+    p = torch.where(logit == -math.inf, 0.0, torch.exp2(below * log2e - low))
     if slopes is not None:
         delta = (1 - p) * delta + slopes
         if call.dlse is not None:
