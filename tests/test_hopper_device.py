@@ -110,7 +110,7 @@ def test_few_rows_and_many_keys(rows):
 
 
 @pytest.mark.parametrize("size", (64, 128, 256))
-@pytest.mark.parametrize("keys", (0, 4, 5000))
+@pytest.mark.parametrize("keys", (4, 5000))
 def test_an_infinite_sink(keys, size):
     infinite_sink("hopper", torch.bfloat16, keys, "cuda", size)
 

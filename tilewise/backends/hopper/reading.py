@@ -3,8 +3,12 @@
 A first call is compilation, and a quarter of it was Python: for each of some 17000 nodes of the syntax tree the reader
 saves and restores Python's filters of warnings, writes out the name of each tuple's type, which nobody reads, and looks
 signatures up again. While a kernel of this backend is compiled, those few functions are replaced by ones that give the
-same: the same operations at the same places. They are put back afterwards; a kernel that another thread compiles
-meanwhile is read by them, too. Where the text of Triton is not the one they were written for, nothing is replaced.
+same: the same operations. They are put back afterwards; a kernel that another thread compiles meanwhile is read by
+them, too. Where the text of Triton is not the one they were written for, nothing is replaced.
+
+A kernel is compiled without the lines of its text, which a profiler shows beside its code: they are made for each of
+those nodes, carried through every pass and written out, a tenth of a compilation. TRITON_DISABLE_LINE_INFO=0 in the
+environment keeps them.
 
 Source: Triton 3.6, compiler/code_generator.py, language/core.py and runtime/jit.py.
 """
@@ -27,15 +31,18 @@ if TYPE_CHECKING:
 
 KNOWN = ("58d3403dd8a2e135d7693014",)
 """Digests of the modules whose functions are replaced."""
+PLACES = ("visit", "_maybe_set_loc_to_name")
+"""Those of them that leave places out."""
 _missing = object()
 _lock = threading.Lock()
 _depth = 0
 _before: list[tuple[Any, str, Any]] = []
+_LINES = "disable_line_info"
 
 
 @contextlib.contextmanager
 def quick_reading() -> Iterator[None]:
-    """While it lasts, kernels are read quickly, in every thread."""
+    """While it lasts, kernels are read quickly and without their lines, in every thread."""
     _enter()
     try:
         yield
@@ -50,9 +57,13 @@ def _enter() -> None:
         _depth += 1
         if _depth > 1:
             return
+        lines = keeps_lines()
         for owner, name, value in replaced:
-            _before.append((owner, name, vars(owner)[name]))
-            setattr(owner, name, value)
+            if not (lines and name in PLACES):
+                _before.append((owner, name, vars(owner)[name]))
+                setattr(owner, name, value)
+        if not lines:
+            _switches()[_LINES] = True
 
 
 def _leave() -> None:
@@ -66,6 +77,25 @@ def _leave() -> None:
 def _put_back() -> None:
     while _before:
         setattr(*_before.pop())
+    if not keeps_lines():
+        _switches().pop(_LINES, None)
+
+
+def keeps_lines() -> bool:
+    """Whether someone said whether kernels have lines."""
+    from triton import knobs
+
+    return os.environ.get("TRITON_DISABLE_LINE_INFO") is not None or bool(
+        knobs.compilation.dump_ir_extract_di_local_variables
+    )
+
+
+def _switches() -> dict[str, Any]:
+    """Triton's switches of compilation. Set by their own way they would be this process's environment, too, which is
+    part of the names of kernels that are kept."""
+    from triton import knobs
+
+    return vars(knobs.compilation)
 
 
 def _fresh() -> None:
@@ -100,6 +130,8 @@ def replacements() -> tuple[tuple[Any, str, Any], ...]:
         (generator, "warnings", _Unfiltered),
         (generator, "inspect", _Signatures()),
         (generator.CodeGenerator, "_define_name_lookup", _lookup_of(generator, jit)),
+        (generator.CodeGenerator, "visit", _visit_of(generator)),
+        (generator.CodeGenerator, "_maybe_set_loc_to_name", lambda self, value, name: None),
         (core.tuple_type, "__init__", _start_tuple_type),
         (core.tensor, "__init__", _start_of_tensors(core)),
     )
@@ -190,6 +222,28 @@ def _start_of_tensors(core: Any) -> Callable[..., None]:
         self.numel, self.shape = numel, core.tuple(numbers, kind)
 
     return start
+
+
+def _visit_of(generator: Any) -> Callable[..., Any]:
+    """`CodeGenerator.visit`, without places."""
+    failed, knobs = generator.CompilationError, generator.knobs
+
+    def visit(self: Any, node: Any) -> Any:
+        if node is None:
+            return None
+        last, self.cur_node = self.cur_node, node
+        try:
+            found = getattr(self, "visit_" + node.__class__.__name__, self.generic_visit)(node)
+        except failed:
+            raise
+        except Exception as error:
+            if knobs.compilation.front_end_debugging:
+                raise
+            raise failed(self.jit_fn.src, self.cur_node, repr(error)) from None
+        self.cur_node = last
+        return found
+
+    return visit
 
 
 def _lookup_of(generator: Any, jit: Any) -> Callable[..., Any]:
