@@ -213,7 +213,7 @@ def assembled(compiled: Any) -> tuple[int, int]:
         source = Path(folder) / "kernel.ptx"
         source.write_text(compiled.asm["ptx"])
         command = [
-            assembler, "-v", "-lineinfo", "--fmad=false", "--gpu-name=sm_90a", source, "-o", f"{source}.o",
+            assembler, "-v", "--fmad=false", "--gpu-name=sm_90a", source, "-o", f"{source}.o",
         ]  # fmt: skip
         said = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
     text = said.stdout + said.stderr
