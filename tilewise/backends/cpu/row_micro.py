@@ -42,6 +42,8 @@ TURNS, TURN = {16: 1}, 4
 """Keys of one turn of `weighted`, by lanes, and those of others: what a turn costs beside its products counts where a
 neighbour shares the core (Zen 3). On Zen 5 lines asked for one by one count more: two keys a turn, and as many lines at
 once, take 1.02 of the time, four 1.04, eight 1.2."""
+WEIGHED = 2
+"""Lines of v asked for beside each vector of weights."""
 TOUCHED = 4
 """Lines at the beginning of a page that are asked for early: with one, what fetches ahead by itself begins later."""
 
@@ -411,12 +413,16 @@ class RowMicro(Micro):
 
     @functools.cached_property
     def weigh_few(self) -> Any:
-        """weigh(s, pivot, l, keys): `weigh_vector` of close rows of ROWS, where they lie."""
+        """weigh(s, pivot, l, keys, asked, lines): `weigh_vector` of close rows of ROWS, where they lie. Beside each vector
+        WEIGHED lines are asked for of the rows whose addresses stand at `asked`, of `lines` lines; none where that is 0.
+        """
 
-        def body(b, s, pivot, total, keys):
+        def body(b, s, pivot, total, keys, asked, lines):
             w = self.words(b)
             base, (cell,) = self._repeated(w, pivot), self._sums(w, 1)
+            ahead = Ahead(self, w, (asked, I64(0), lines), I64(0), WEIGHED)
             with self._few(b, keys) as loop:
+                ahead.ask()
                 at = b.mul(loop.index, I64(self.vector_bytes))
                 p = w.weight(b.fsub(w.load(s, at), base))
                 w.store(p, s, at)
@@ -424,7 +430,7 @@ class RowMicro(Micro):
             sums = self._halved(w, b.load(cell), b.fadd)
             w.store(b.fadd(w.load(total, 0, sums.type), sums), total)
 
-        return _emit(_void(4), body, "s, pivot, l, keys")
+        return _emit(_void(6), body, "s, pivot, l, keys, asked, lines")
 
     def finish_row(self, dtype: str) -> Any:
         """finish(acc, dim_v, factor, to) -> not 0 if a number is not finite: one row of sums, rounded to `dtype`, to
