@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,16 @@ from tilewise.backends.hopper import roomier, wants  # noqa: E402
 from tilewise.backends.hopper.backend import Hopper  # noqa: E402
 from tilewise.backends.hopper.launch_forward import schedule  # noqa: E402
 from tilewise.backends.hopper.spills import spilled  # noqa: E402
-from tilewise.backends.hopper.tiles import PAIRS, ROOMY, SHARED, default, of_numbers, shared_bytes  # noqa: E402
+from tilewise.backends.hopper.tiles import (  # noqa: E402
+    HALVED,
+    PAIRS,
+    ROOMY,
+    SHARED,
+    choose,
+    default,
+    of_numbers,
+    shared_bytes,
+)
 from tilewise.backends.triton.machine import Machine  # noqa: E402
 from tilewise.problem import Options, Problem, Shape  # noqa: E402
 
@@ -56,10 +66,11 @@ def script():
 
 @pytest.fixture
 def without_table(monkeypatch):
-    """Tiles by rule, as of a kind that the table lacks."""
+    """Tiles by the rules of registers, as of a kind that the table lacks."""
     from tilewise.backends.hopper import tiles
 
     monkeypatch.setattr(tiles, "known", lambda *of: None)
+    monkeypatch.setattr(tiles, "finer", lambda *of: False)
     schedule.cache_clear()
     yield
     schedule.cache_clear()
@@ -85,6 +96,47 @@ def test_kinds_of_the_table_keep_their_registers(script, pair, form):
     at = 7 * PAIRS.index(pair) + ("dense", "heads", "sequences").index(form)
     for kind in list(script.kinds(script.FORMS[form]))[at % 19 :: 19]:
         _holds(script.compiled(pair, form, kind))
+
+
+def _keys(script, pair, form, mask, scores, **options) -> int:
+    """Keys of a block that a call's tiles have."""
+    if isinstance(form, str):
+        form = script.FORMS[form]
+    problem, _ = script.laid_out(pair, form, mask, scores)
+    problem = replace(problem, options=replace(problem.options, **options))
+    return choose(problem, pair, Machine(*script.MACHINE)).block_n
+
+
+@pytest.mark.parametrize("pair", HALVED, ids=str)
+def test_blocks_have_half_the_keys_where_that_is_faster(script, pair):
+    """A table of relative positions, wide stripes that meet something else, short packed sequences."""
+    packed, dense = script.FORMS["sequences"], script.FORMS["dense"]
+    for form in (packed, dense):
+        kinds = script.kinds(form)
+        for kind in (
+            "relative",
+            "relative, all pairs",
+            "alibi, stripes",
+            "documents and stripes",
+            "much at once",
+        ):
+            assert _keys(script, pair, form, *kinds[kind]) == 64, kind
+        for kind in ("bias", "bias, documents", "alibi", "causal", "stripes"):
+            assert _keys(script, pair, form, *kinds[kind]) == 128, kind
+    assert _keys(script, pair, packed, *script.kinds(packed)["bias, stripes"]) == 64
+    assert _keys(script, pair, dense, *script.kinds(dense)["bias, stripes"]) == 128
+
+
+@pytest.mark.parametrize("pair", HALVED, ids=str)
+def test_short_packed_sequences_have_half_the_keys_a_block(script, pair):
+    short = script.FORMS["sequences"]
+    long = short._replace(rows=16400, keys=16400)
+    causal, full = script.kinds(short)["exp2"], (None, script.kinds(short)["exp2"][1])
+    assert _keys(script, pair, short, *causal) == 64
+    assert _keys(script, pair, long, *causal) == 128
+    assert _keys(script, pair, short, *full) == 128
+    # Otherwise a sequence's bits would depend on how long its neighbours are.
+    assert _keys(script, pair, short, *causal, batch_invariant=True) == 128
 
 
 def test_few_bytes_cost_no_keys_of_a_block(script, without_table):

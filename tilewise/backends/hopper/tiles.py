@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tilewise import tuning
-from tilewise.backends.hopper.algebra import Mask, along_row, mask_of, score_of
+from tilewise.backends.hopper.algebra import COLUMNS, Mask, along_row, mask_of, score_of
 from tilewise.backends.hopper.print_fold import stripes_of
 from tilewise.backends.hopper.wants import FUNCTIONS, Form, known
 from tilewise.spec import expression as ex
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tilewise.backends.triton.machine import Machine
     from tilewise.problem import Problem
     from tilewise.spec.attention import AttentionSpec
+    from tilewise.spec.expression import Node
 
 PARTS = {64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}
 """A head dimension as the columns of one or two tiles, each a power of two."""
@@ -134,6 +135,8 @@ ROOMY = {
 }
 """Where a kernel spills with the tiles of choice (`roomier`), in turn: fewer keys, and nothing kept that can be made
 again."""
+HALVED, SHORT = ((64, 64), (96, 96), (128, 128)), 1024
+"""Head dimensions at which `finer` halves the keys of a block, and the mean keys of packed sequences that are short."""
 LATER = ((256, 256),)
 """Head dimensions of which a second launch does again what met values that are not finite; others do it themselves."""
 MANY = 128
@@ -233,14 +236,50 @@ def table_key(problem: Problem, pair: tuple[int, int]) -> str:
     return f"d{pair[0]}-{pair[1]}-{masked}{terms}"
 
 
+def looks_up(spec: AttentionSpec) -> bool:
+    """Whether a table is read at a place that row and column make together, as one of relative positions is."""
+    sites = ex.loads(*filter(None, (spec.score, spec.keep)))
+    return any(_of_pairs(place) for site in sites for place in site.args)
+
+
+def _of_pairs(node: Node) -> bool:
+    names = ex.variables(node)
+    return bool(names & frozenset("iq") and names & COLUMNS)
+
+
+def finer(problem: Problem, pair: tuple[int, int]) -> bool:
+    """Whether half the keys a block are faster, at head dimensions up to 128: where a table is looked up for each pair;
+    where wide stripes, of which smaller blocks leave out more, meet another mask or score terms (of dense calls those
+    that read nothing for each pair); and in short packed sequences whose rows a line cuts, with a function of each
+    score. Source: 140 kinds on an H200 (docs/hopper.md)."""
+    s, spec, options = problem.shape, problem.spec, problem.options
+    if pair not in HALVED:
+        return False
+    mask, varlen, reads = mask_of(spec.keep), options.layout == "varlen", reads_pairs(spec)
+    stripes, rest = stripes_of(mask)
+    if looks_up(spec) or (
+        stripes and (rest is not None or (spec.score is not None and (varlen or not reads)))
+    ):
+        return True
+    # A sequence's bits would depend on its neighbours.
+    short = varlen and s.seqlen_k <= SHORT * s.batch and not options.batch_invariant
+    return short and any(map(_of_pairs, mask.runs)) and hard(spec) and not reads
+
+
 def choose(
     problem: Problem, pair: tuple[int, int], machine: Machine, packed: bool = False, split: bool = False
 ) -> Tiles:
     """The tiles of a call: measured ones, those its kind is known not to spill with, or those by rule. packed: rows of
     a tile are those of several heads; split: keys are divided."""
     measured = tuning.lookup(machine.name, "hopper.forward", table_key(problem, pair))
-    numbers = measured or known(problem.spec, pair, form_of(problem, packed, split))
-    return of_numbers(numbers) if numbers else default(pair, problem.spec, problem.options.layout == "varlen")
+    if measured:
+        return of_numbers(measured)
+    numbers = known(problem.spec, pair, form_of(problem, packed, split))
+    varlen = problem.options.layout == "varlen"
+    chosen = of_numbers(numbers) if numbers else default(pair, problem.spec, varlen)
+    if chosen.block_n == 128 and finer(problem, pair):
+        return chosen._replace(block_n=64, stages=2 * chosen.stages, fresh=True)
+    return chosen
 
 
 def form_of(problem: Problem, packed: bool, split: bool) -> Form:
