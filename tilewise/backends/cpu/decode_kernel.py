@@ -53,8 +53,8 @@ ADDRESSES = 8 * (max(DECODE_BLOCKS.values()) + MOST_AHEAD + 16 + 8)
 is written with a vector."""
 SPANS, SPAN = {(16, 2): 8192}, 4096
 """Bytes of v that are met once for each column of acc, by lanes and bytes of a number, and of others: the first-level
-cache keeps them. 8 KiB gave keys in one piece 3 % and took 4 % from pages of 16 on Zen 3; on Zen 5 1.02 to 1.04 times the
-speed in bf16, pages no less, and 0.95 in fp32."""
+cache keeps them. 8 KiB gave keys in one piece 3 % and took 4 % from pages of 16 on Zen 3; on Zen 5 1.02 to 1.04 times
+the speed in bf16, pages no less, and 0.95 in fp32."""
 PAGE, LEAST_TOUCHED = 1 << 12, 1 << 10
 """Bytes of memory whose place a processor looks up at once, and the shortest run of rows whose beginning is worth
 asking for early: pages of 16 keys took 0.91 of the time (measured on Zen 3, bf16 heads of 128)."""

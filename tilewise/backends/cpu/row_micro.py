@@ -413,9 +413,9 @@ class RowMicro(Micro):
 
     @functools.cached_property
     def weigh_few(self) -> Any:
-        """weigh(s, pivot, l, keys, asked, lines): `weigh_vector` of close rows of ROWS, where they lie. Beside each vector
-        WEIGHED lines are asked for of the rows whose addresses stand at `asked`, of `lines` lines; none where that is 0.
-        """
+        """weigh(s, pivot, l, keys, asked, lines): `weigh_vector` of close rows of ROWS, where they lie. Beside each
+        vector WEIGHED lines are asked for of the rows whose addresses stand at `asked`, of `lines` lines; none where
+        that is 0."""
 
         def body(b, s, pivot, total, keys, asked, lines):
             w = self.words(b)
