@@ -18,10 +18,11 @@ from expression_strategies import (
     value_at,
     values_at,
 )
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 import tilewise.spec.words as tw
+from examples import examples
 from tilewise.spec import expression as ex
 from tilewise.spec.derivative import differentiate, tangent
 from tilewise.spec.print_torch import Env, compile_torch
@@ -77,7 +78,7 @@ def agrees(got: float, want: float | None) -> bool:
 
 
 score_trees = trees("float", depth=4, variables=("s", "s", *PAIR_VARIABLES), smooth=True)
-law = settings(deadline=None, max_examples=120)
+law = examples(120)
 
 
 @st.composite

@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from tilewise.errors import DTypeError, OptionError, ShapeError
 from tilewise.spec.dropout import dropout_mask, keep_mask, keep_threshold, keep_tile, philox4x32
 
@@ -42,7 +43,7 @@ def test_known_answers(counter, key, answer):
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=6, max_size=6))
-@settings(deadline=None, max_examples=50)
+@examples(50)
 def test_philox_agrees_with_unbounded_integers(numbers):
     got = philox4x32(tuple(map(torch.tensor, numbers[:4])), tuple(map(torch.tensor, numbers[4:])))
     assert tuple(int(word) for word in got) == philox_in_integers(tuple(numbers[:4]), tuple(numbers[4:]))
@@ -80,7 +81,7 @@ def test_ends_of_the_range():
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_tiles_do_not_matter(data):
     rows, keys = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 23))
     q_offset, k_offset = data.draw(st.integers(-40, 40)), data.draw(st.integers(-40, 40))

@@ -7,13 +7,14 @@ import pickle
 
 import pytest
 from expression_strategies import LEAF_KINDS, calls, trees, value_at
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from tilewise.errors import SpecError
 from tilewise.spec import expression as ex
 
-law = settings(deadline=None, max_examples=150)
+law = examples(150)
 q, k, s = ex.variable("q"), ex.variable("k"), ex.variable("s")
 
 
@@ -36,7 +37,7 @@ def test_substituting_nothing_gives_the_same_tree(tree):
     assert ex.substitute(tree, {}) is tree
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(trees(), calls(), st.integers(-5, 5))
 def test_substitution_is_evaluation_elsewhere(tree, call, elsewhere):
     moved = ex.substitute(tree, {q: ex.const(elsewhere)})

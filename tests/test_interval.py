@@ -8,9 +8,10 @@ import math
 import pytest
 import torch
 from expression_strategies import FUNCTIONS, calls, tile_slices, trees
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from tilewise.spec import expression as ex
 from tilewise.spec.print_torch import Env, compile_torch
 from tilewise.spec.tiles import EMPTY, FULL, PARTIAL, TileGrid, bounds, classify_tiles
@@ -19,7 +20,7 @@ INF = math.inf
 blocks = st.sampled_from([1, 2, 3, 4, 16])
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(trees(depth=4), calls(), blocks, blocks)
 def test_bounds_are_sound(tree, call, block_q, block_k):
     grid = call.grid(block_q, block_k)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from tilewise.errors import DTypeError, OptionError, ShapeError, TilewiseError
 from tilewise.spec.attention import AttentionSpec, spec_text
 from tilewise.spec.custom import custom
@@ -141,7 +142,7 @@ def test_double_negation_is_the_same_rule(name):
 # ---- laws --------------------------------------------------------------------------------------------------
 
 formulas = st.sampled_from([*FORMULAS.values(), Mask(), ~Mask()])
-law = settings(deadline=None, max_examples=60)
+law = examples(60)
 
 
 @law
@@ -179,7 +180,7 @@ def masks(draw, depth=3):
     return (one & two, rule & other_rule, both) if sign == "&" else (one | two, rule | other_rule, both)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(masks())
 def test_any_composition(found):
     """`&`, `|` and `~` act on the formula; what any padding hides stays hidden."""

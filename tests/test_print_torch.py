@@ -17,8 +17,9 @@ from expression_strategies import (
     value_at,
     values_at,
 )
-from hypothesis import given, settings
+from hypothesis import given
 
+from examples import examples
 from tilewise.errors import ShapeError
 from tilewise.spec import expression as ex
 from tilewise.spec.print_torch import Env, accumulate, compile_torch, source
@@ -107,7 +108,7 @@ def test_node_kind_on_all_pairs_of_hard_values(op, kind):
                 assert same(got[b, 0, i, j].item(), want, 1e-12 if op in FUNCTIONS else 0.0), (op, seen)
 
 
-@settings(deadline=None, max_examples=120)
+@examples(120)
 @given(trees(depth=5, functions=False), calls())
 def test_random_tree(tree, call):
     got = call.values(tree, torch.float64)
@@ -120,7 +121,7 @@ def test_random_tree(tree, call):
         assert same(got[where].item(), want), (point, ex.to_text(tree))
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(trees(depth=3), trees(depth=3), calls())
 def test_several_roots_print_together(one, two, call):
     together = compile_torch((one, two, one))(call.env(torch.float64))
@@ -129,7 +130,7 @@ def test_several_roots_print_together(one, two, call):
         assert torch.equal(got.expand(alone.shape).nan_to_num(7.5), alone.nan_to_num(7.5))
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(trees(kind="float", depth=3), calls(specials=False))
 def test_accumulate_is_the_transpose_of_load(tree, call):
     """Summing a contribution of 1 per pair counts how often each element is read."""

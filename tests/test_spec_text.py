@@ -9,9 +9,10 @@ import sys
 import pytest
 import torch
 from expression_strategies import LEAF_KINDS, LEAF_SHAPES, NUM_FLOATS, NUM_INTS, calls, trees, value_at
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from tilewise.errors import SpecError
 from tilewise.spec import expression as ex
 from tilewise.spec.attention import AttentionSpec, LeafType, spec_text
@@ -148,7 +149,7 @@ def atoms(draw, kind):
     return root, Term(atom_text("custom", leaves, NUM_INTS, NUM_FLOATS, root))
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(atoms("bool"), atoms("bool"), st.sampled_from("&|"), st.booleans(), calls(), calls())
 def test_any_formula_reads_its_own_data(one, two, sign, negate, data, other):
     """A formula of two atoms, each with its data, means the formula of what the atoms mean."""
@@ -166,7 +167,7 @@ def test_any_formula_reads_its_own_data(one, two, sign, negate, data, other):
         assert got == (want != negate)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(atoms("float"), atoms("float"), calls(), calls(), st.floats(-4, 4))
 def test_any_terms_fold_in_order_with_their_own_data(one, two, data, other, s):
     spec = parsed(scores=(ScoreTerm(one[1]), ScoreTerm(two[1])))

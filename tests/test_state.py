@@ -6,15 +6,16 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from tilewise.errors import ShapeError
 from tilewise.state import OnlineSoftmaxState, Partial, merge, stream
 
 INF = float("inf")
 E = math.e
-law = settings(deadline=None, max_examples=60)
+law = examples(60)
 
 
 def exact(scores, values):

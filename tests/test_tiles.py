@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from expression_strategies import calls, tile_slices, trees
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
+from examples import examples
 from tilewise.spec import expression as ex
 from tilewise.spec import masks
 from tilewise.spec.attention import AttentionSpec, spec_text
@@ -32,7 +33,7 @@ def brute_classes(visible: torch.Tensor, grid: TileGrid) -> torch.Tensor:
 # ---- soundness ---------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(trees(kind="bool", depth=5), calls(), blocks, blocks, st.data())
 def test_classes_are_sound(tree, call, block_q, block_k, data):
     b_lo = data.draw(st.integers(0, len(call.q_offset) - 1))
@@ -97,7 +98,7 @@ def shapes(draw):
     return grid, torch.arange(seqlen_q)[:, None] + q_offset, torch.arange(seqlen_k)[None] + k_offset
 
 
-exact = settings(deadline=None, max_examples=60)
+exact = examples(60)
 
 
 @exact

@@ -6,15 +6,16 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from tilewise.errors import OptionError, ShapeError
 from tilewise.state import Partial
 from tilewise.transforms import HEAD_DIMS, fold_gqa, pack, pad_head_dim, split_kv
 
 INF = float("inf")
-law = settings(deadline=None, max_examples=30)
+law = examples(30)
 
 
 def attend(q, k, v, *, scale, q_pos=None, k_pos=None):
