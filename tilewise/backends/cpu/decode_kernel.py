@@ -214,6 +214,9 @@ def build_absorb(isa: Isa, micro: RowMicro, loops: Loops) -> tuple[Any, Any]:
         # Beside the rows of a head those of a later one are asked for, in the end of the next keys.
         later = heads_ahead(load_i64(a, P.head_dim) * size * chunk, together)
         later_v = heads_ahead(load_i64(a, P.head_dim_v) * size * chunk, together)
+        if load_i64(a, P.page_size) > 1 and chunk <= span_of(a):
+            # A span is met column by column: the last rows that were asked for beside the one before come too late.
+            later_v = min(max(later_v, 2), together)
         k_h, v_h = load_i64(a, P.k_h), load_i64(a, P.v_h)
         for c in range(0, n, chunk):
             end = min(c + chunk, n)
