@@ -141,13 +141,13 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 @st.composite
-def _small_floats(draw):
-    # A library may have made this thread take subnormal numbers for 0, as with torch 2.5: then none can be drawn.
+def floats_between(draw, low, high, width=64):
+    """Floats; a library may have made this thread take subnormal ones for 0, as with torch 2.5: then none of them."""
     flushed = TINY / 2 == 0.0
-    return draw(st.floats(-4.0, 4.0, width=32, allow_subnormal=False if flushed else None))
+    return draw(st.floats(low, high, width=width, allow_subnormal=False if flushed else None))
 
 
-small_floats = _small_floats()
+small_floats = floats_between(-4.0, 4.0, 32)
 
 
 @dataclass

@@ -8,7 +8,16 @@ import sys
 
 import pytest
 import torch
-from expression_strategies import LEAF_KINDS, LEAF_SHAPES, NUM_FLOATS, NUM_INTS, calls, trees, value_at
+from expression_strategies import (
+    LEAF_KINDS,
+    LEAF_SHAPES,
+    NUM_FLOATS,
+    NUM_INTS,
+    calls,
+    floats_between,
+    trees,
+    value_at,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -168,7 +177,7 @@ def test_any_formula_reads_its_own_data(one, two, sign, negate, data, other):
 
 
 @examples(150)
-@given(atoms("float"), atoms("float"), calls(), calls(), st.floats(-4, 4))
+@given(atoms("float"), atoms("float"), calls(), calls(), floats_between(-4, 4))
 def test_any_terms_fold_in_order_with_their_own_data(one, two, data, other, s):
     spec = parsed(scores=(ScoreTerm(one[1]), ScoreTerm(two[1])))
     both = data.leaves + other.leaves, data.ints + other.ints, data.floats + other.floats

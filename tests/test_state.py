@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from expression_strategies import floats_between
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,7 +86,7 @@ def test_absorb_of_a_concatenation(found):
     assert_same(merge(exact(s1, v1), exact(s2, v2)), want)
 
 
-@given(tiles(), st.floats(-1000, 1000))
+@given(tiles(), floats_between(-1000, 1000))
 @law
 def test_shift(found, c):
     scores, values = found[0]
